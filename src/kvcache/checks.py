@@ -1,0 +1,112 @@
+"""Argument checks shared by the whole package.
+
+Each check raises an error that names the argument, what it has and what was expected.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcache.errors import InvalidTypeError, InvalidValueError
+
+FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `"float32"` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_int(name: str, value: Any, minimum: int) -> int:
+    """Return `value` as a plain int; it must be an integer (not a bool) and at least `minimum`."""
+    if isinstance(value, bool):
+        raise InvalidTypeError(f"{name} is a bool ({value}); expected an integer >= {minimum}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidTypeError(
+            f"{name} is a {type(value).__name__} ({value!r}); expected an integer >= {minimum}"
+        ) from None
+    if number < minimum:
+        raise InvalidValueError(f"{name} is {number}; expected an integer >= {minimum}")
+    return number
+
+
+def check_float(name: str, value: Any) -> float:
+    """Return `value` as a plain finite float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidTypeError(f"{name} is a {type(value).__name__}; expected a float")
+    if value != value or value in (float("inf"), float("-inf")):
+        raise InvalidValueError(f"{name} is {value}; expected a finite number")
+    return float(value)
+
+
+def check_dtype(name: str, dtype: Any) -> torch.dtype:
+    """Return `dtype`, given as a torch dtype or its name, if it is one of `FLOATING_DTYPES`."""
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if resolved in FLOATING_DTYPES:
+        assert isinstance(resolved, torch.dtype)
+        return resolved
+    expected = ", ".join(dtype_name(known) for known in FLOATING_DTYPES)
+    error = InvalidValueError if isinstance(dtype, (str, torch.dtype)) else InvalidTypeError
+    raise error(f"{name} is {dtype!r}; expected one of {expected}")
+
+
+def check_device(name: str, device: Any) -> torch.device:
+    """Return `device` as a `torch.device`."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as cause:
+        raise InvalidValueError(f"{name} is {device!r}; expected a torch device: {cause}") from None
+
+
+def check_shape(name: str, actual: Sequence[int], expected: Sequence[int | None], letters: str) -> None:
+    """Check that `actual` has the sizes of `expected` (None: any size); `letters` names them in the error."""
+    same_rank = len(actual) == len(expected)
+    if same_rank and all(want in (None, have) for have, want in zip(actual, expected, strict=True)):
+        return
+    wanted = ", ".join("any" if size is None else str(size) for size in expected)
+    raise InvalidValueError(f"{name} has shape {tuple(actual)}; expected {letters} = ({wanted})")
+
+
+def check_tensor(
+    name: str, tensor: Any, shape: Sequence[int | None], letters: str, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return `tensor` if it is a floating-point tensor of `shape` (None: any size) on `device` (None: any).
+
+    `letters` names the dimensions in the error, for instance `"(B, Hkv, T, D)"`.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidTypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {letters}")
+    check_shape(name, tuple(tensor.shape), shape, letters)
+    if tensor.dtype not in FLOATING_DTYPES:
+        expected = ", ".join(dtype_name(known) for known in FLOATING_DTYPES)
+        raise InvalidTypeError(f"{name} has dtype {dtype_name(tensor.dtype)}; expected one of {expected}")
+    if device is not None and tensor.device != device:
+        raise InvalidValueError(f"{name} is on {tensor.device}; expected {device}")
+    return tensor
+
+
+def check_int_tensor(
+    name: str, value: Any, shape: Sequence[int | None], letters: str, device: torch.device
+) -> torch.Tensor:
+    """Return `value`, an integer tensor or nested sequence of ints, as an int64 tensor of `shape` on `device`."""
+    if isinstance(value, torch.Tensor):
+        tensor = value
+        if tensor.device != device:
+            raise InvalidValueError(f"{name} is on {tensor.device}; expected {device}")
+    else:
+        try:
+            tensor = torch.tensor(value, device=device)
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidTypeError(
+                f"{name} is a {type(value).__name__} ({value!r}); expected integers {letters}"
+            ) from None
+        if tensor.numel() == 0:
+            tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise InvalidTypeError(f"{name} has dtype {dtype_name(tensor.dtype)}; expected integers {letters}")
+    check_shape(name, tuple(tensor.shape), shape, letters)
+    return tensor.to(torch.int64)

@@ -1,1 +1,27 @@
 """A KV cache for decoding transformers in PyTorch: exact, fast and checked against a run without a cache."""
+
+from kvcache.attention import attend, merge_attention
+from kvcache.errors import (
+    CacheFullError,
+    InvalidTypeError,
+    InvalidValueError,
+    KVCacheError,
+    ModelError,
+    RollbackError,
+)
+from kvcache.modules import CausalSelfAttentionWithCache
+from kvcache.storage import KVCache, SlidingWindowCache
+
+__all__ = [
+    "CacheFullError",
+    "CausalSelfAttentionWithCache",
+    "InvalidTypeError",
+    "InvalidValueError",
+    "KVCache",
+    "KVCacheError",
+    "ModelError",
+    "RollbackError",
+    "SlidingWindowCache",
+    "attend",
+    "merge_attention",
+]

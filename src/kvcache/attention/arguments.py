@@ -1,0 +1,146 @@
+"""The arguments of one attention call, checked once, in the form that every kernel takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+
+from kvcache.checks import check_float, check_int, check_int_tensor, check_tensor
+from kvcache.errors import InvalidTypeError, InvalidValueError
+
+IntTensorLike = torch.Tensor | Sequence[Any]
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Options of `attend` that a cache passes on; see there."""
+
+    starts: IntTensorLike | None
+    scale: float | None
+    softcap: float | None
+    sink_logits: torch.Tensor | None
+
+
+class AttentionOptions(ScoreOptions, total=False):
+    """Options of `attend`; see there."""
+
+    block_table: IntTensorLike | None
+    lengths: IntTensorLike | None
+    window: int | None
+    sinks: int
+
+
+@dataclass(frozen=True)
+class AttentionArguments:
+    """What `attend` was asked for: shapes agree, values are in range, None means "not asked for"."""
+
+    q: torch.Tensor  # (B, H, T, D)
+    k: torch.Tensor  # (B, Hkv, S, D), or blocks (num_blocks, Hkv, block_size, D)
+    v: torch.Tensor  # the same with Dv
+    block_table: torch.Tensor | None  # (B, M) int64
+    lengths: torch.Tensor | None  # (B,) int64
+    starts: torch.Tensor | None  # (B,) int64
+    window: int | None
+    sinks: int
+    scale: float
+    softcap: float | None
+    sink_logits: torch.Tensor | None  # (H,)
+    return_lse: bool
+
+    @property
+    def num_slots(self) -> int:
+        """S: how many slots a sequence has, valid or not."""
+        if self.block_table is None:
+            return self.k.shape[2]
+        return self.block_table.shape[1] * self.k.shape[2]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """float64 if any input is, else float32: 16-bit inputs are computed in float32 and rounded once."""
+        dtypes = (self.q.dtype, self.k.dtype, self.v.dtype)
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def check_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block_table: IntTensorLike | None,
+    lengths: IntTensorLike | None,
+    starts: IntTensorLike | None,
+    window: int | None,
+    sinks: int,
+    scale: float | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    return_lse: bool,
+) -> AttentionArguments:
+    """Check everything `attend` is given; see there for the meaning of each argument."""
+    check_tensor("q", q, (None, None, None, None), "(B, H, T, D)")
+    batch, heads, _, head_dim = q.shape
+    if head_dim == 0:
+        raise InvalidValueError("q has head size D = 0; expected D >= 1")
+    if block_table is None:
+        check_tensor("k", k, (batch, None, None, head_dim), "(B, Hkv, S, D)", q.device)
+        check_tensor("v", v, (*k.shape[:3], None), "(B, Hkv, S, Dv)", q.device)
+        table = None
+        num_slots = k.shape[2]
+    else:
+        check_tensor("k", k, (None, None, None, head_dim), "(num_blocks, Hkv, block_size, D)", q.device)
+        check_tensor("v", v, (*k.shape[:3], None), "(num_blocks, Hkv, block_size, Dv)", q.device)
+        table = check_int_tensor("block_table", block_table, (batch, None), "(B, M)", q.device)
+        num_slots = table.shape[1] * k.shape[2]
+    kv_heads = k.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise InvalidValueError(
+            f"q has {heads} heads and k has {kv_heads}; expected the query heads to be a multiple of the "
+            "key/value heads"
+        )
+
+    length_tensor = start_tensor = None
+    if lengths is not None:
+        length_tensor = check_int_tensor("lengths", lengths, (batch,), "(B,)", q.device)
+        _check_range("lengths", length_tensor, 0, num_slots)
+    if starts is not None:
+        start_tensor = check_int_tensor("starts", starts, (batch,), "(B,)", q.device)
+        _check_range("starts", start_tensor, 0, None)
+    if window is not None:
+        window = check_int("window", window, minimum=1)
+    sinks = check_int("sinks", sinks, minimum=0)
+    scale = head_dim**-0.5 if scale is None else check_float("scale", scale)
+    if softcap is not None:
+        softcap = check_float("softcap", softcap)
+        if softcap <= 0:
+            raise InvalidValueError(f"softcap is {softcap}; expected a number > 0")
+    if sink_logits is not None:
+        check_tensor("sink_logits", sink_logits, (heads,), "(H,)", q.device)
+    if not isinstance(return_lse, bool):
+        raise InvalidTypeError(f"return_lse is a {type(return_lse).__name__}; expected a bool")
+    return AttentionArguments(
+        q, k, v, table, length_tensor, start_tensor, window, sinks, scale, softcap, sink_logits, return_lse
+    )
+
+
+def check_parts(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> None:
+    """Check the partial results that `merge_attention` is given."""
+    if len(outputs) == 0 or len(outputs) != len(lses):
+        raise InvalidValueError(
+            f"outputs has {len(outputs)} parts and lses has {len(lses)}; expected as many of each, at least 1"
+        )
+    first = check_tensor("outputs[0]", outputs[0], (None, None, None, None), "(B, H, T, Dv)")
+    for index, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        check_tensor(f"outputs[{index}]", output, first.shape, "(B, H, T, Dv)", first.device)
+        check_tensor(f"lses[{index}]", lse, first.shape[:3], "(B, H, T)", first.device)
+        if output.dtype != first.dtype:
+            raise InvalidValueError(f"outputs[{index}] has dtype {output.dtype}; expected {first.dtype}")
+
+
+def _check_range(name: str, values: torch.Tensor, low: int, high: int | None) -> None:
+    if values.numel() == 0:
+        return
+    smallest, largest = (int(bound) for bound in torch.aminmax(values))
+    if smallest < low or (high is not None and largest > high):
+        bad = smallest if smallest < low else largest
+        allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise InvalidValueError(f"{name} holds {bad}; expected every entry {allowed}")

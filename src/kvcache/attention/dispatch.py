@@ -1,0 +1,111 @@
+"""`attend`: checks what it is given and picks the kernel that computes it."""
+
+from typing import Literal, Unpack, overload
+
+import torch
+
+from kvcache.attention.arguments import AttentionOptions, IntTensorLike, check_arguments
+from kvcache.attention.reference import reference_attention
+from kvcache.attention.sdpa import sdpa_applies, sdpa_attention
+
+
+@overload
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> torch.Tensor: ...
+@overload
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block_table: IntTensorLike | None = None,
+    lengths: IntTensorLike | None = None,
+    starts: IntTensorLike | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend the newest T tokens of each sequence over all of its stored tokens, themselves included.
+
+    Query t of sequence b sits at slot `lengths[b] - T + t` and sees the slots up to and including its own
+    (bottom-right alignment): a single query sees everything, and a chunk continues where the last one ended.
+    Each query head h reads key/value head `h // (H // Hkv)`.
+
+    Args:
+        q: queries (B, H, T, D), floating point.
+        k: keys (B, Hkv, S, D), row b for sequence b; with `block_table`, block storage
+            (num_blocks, Hkv, block_size, D). H is a multiple of Hkv. The dtype may differ from q's.
+        v: values, like k with a head size Dv of their own.
+        block_table: (B, M) integers. Slot j of sequence b is row `j % block_size` of block
+            `block_table[b, j // block_size]`. Entries that no visible slot needs are ignored (-1 included).
+        lengths: (B,) integers, how many slots of each sequence are valid; default S (with a table,
+            M * block_size). Fewer than T is allowed: the first queries then see nothing.
+        starts: (B,) integers, the first slot of each sequence that may be seen (left padding); default 0.
+        window: each query sees only its last `window` slots, itself included.
+        sinks: with `window`, the first `sinks` slots from `starts[b]` on stay visible too.
+        scale: what scores are multiplied with; default 1 / sqrt(D).
+        softcap: scores become `softcap * tanh(scores / softcap)`.
+        sink_logits: (H,), one more logit a head that joins the softmax's denominator and has no value.
+        return_lse: also return the natural log-sum-exp of each query's scores, sink logits included.
+
+    Returns:
+        The output (B, H, T, Dv) in q's dtype, accumulated in float32 (float64 if any input is float64). A query
+        that sees nothing gives zeros. With `return_lse` a pair of it and the log-sum-exp (B, H, T), float32
+        (float64), which is -inf where nothing is seen and there are no sink logits. Slots that no query sees are
+        never read into the result, whatever they hold. The result is differentiable where inputs require it.
+
+    Raises:
+        InvalidValueError: a shape, size, device or value does not fit; the message names the argument.
+        InvalidTypeError: an argument of the wrong type or kind of dtype.
+
+    >>> k = torch.zeros(1, 1, 4, 1)
+    >>> v = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4, 1)
+    >>> attend(torch.ones(1, 1, 2, 1), k, v).flatten()  # the mean of what each of the last two tokens sees
+    tensor([2.0000, 2.5000])
+    """
+    arguments = check_arguments(
+        q,
+        k,
+        v,
+        block_table=block_table,
+        lengths=lengths,
+        starts=starts,
+        window=window,
+        sinks=sinks,
+        scale=scale,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        return_lse=return_lse,
+    )
+    # Autocast would round scores and sums to 16 bits behind the promise above.
+    with torch.autocast(arguments.q.device.type, enabled=False):
+        if sdpa_applies(arguments):
+            return sdpa_attention(arguments)
+        output, lse = reference_attention(arguments)
+    return (output, lse) if return_lse else output

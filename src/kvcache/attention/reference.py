@@ -1,0 +1,63 @@
+"""Attention in plain PyTorch: every option, any floating dtype, written to be read.
+
+This is what every faster kernel is held against. Scores and sums are float32 (float64 for float64 inputs);
+key/value heads are never repeated, the query heads of a group are rows of one matrix product instead.
+"""
+
+import torch
+
+from kvcache.attention.arguments import AttentionArguments
+from kvcache.attention.visibility import visible_slots
+from kvcache.errors import InvalidValueError
+
+
+def reference_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output (B, H, T, Dv) in q's dtype and the log-sum-exp (B, H, T) in the compute dtype."""
+    q = arguments.q
+    batch, heads, num_queries, head_dim = q.shape
+    dtype = arguments.compute_dtype
+    visible = visible_slots(
+        num_queries,
+        arguments.num_slots,
+        lengths=arguments.lengths,
+        starts=arguments.starts,
+        window=arguments.window,
+        sinks=arguments.sinks,
+        device=q.device,
+    ).expand(batch, -1, -1)  # (B, T, S)
+    seen = visible.any(dim=1)  # (B, S): slots that at least one query sees
+    k = _rows(arguments.k, arguments.block_table, seen).to(dtype)  # (B, Hkv, S, D)
+    v = _rows(arguments.v, arguments.block_table, seen).to(dtype)  # (B, Hkv, S, Dv)
+
+    kv_heads = k.shape[1]
+    # Query head h reads key/value head h // (H // Hkv): (B, Hkv, G, T, ...) is the natural split of H.
+    grouped = (batch, kv_heads, heads // kv_heads, num_queries)
+    rows = (batch, kv_heads, heads // kv_heads * num_queries)
+    scores = (q.to(dtype) * arguments.scale).reshape(*rows, head_dim) @ k.transpose(-1, -2)
+    scores = scores.view(*grouped, -1)  # (B, Hkv, G, T, S)
+    if arguments.softcap is not None:
+        scores = arguments.softcap * torch.tanh(scores / arguments.softcap)
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    if arguments.sink_logits is not None:
+        logits = arguments.sink_logits.to(dtype).view(1, kv_heads, -1, 1, 1).expand(*grouped, 1)
+        scores = torch.cat([scores, logits], dim=-1)
+
+    lse = torch.logsumexp(scores, dim=-1)  # (B, Hkv, G, T); -inf for a query that sees nothing
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    weights = weights[..., : v.shape[2]]  # a sink logit has no value
+    output = weights.reshape(*rows, -1) @ v
+    return output.view(batch, heads, num_queries, -1).to(q.dtype), lse.view(batch, heads, num_queries)
+
+
+def _rows(store: torch.Tensor, block_table: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:
+    """Return the rows (B, Hkv, S, D) of each sequence, zero where no query sees them (0 * NaN is NaN)."""
+    if block_table is not None:
+        num_blocks, _, block_size, _ = store.shape
+        needed = seen.view(*block_table.shape, block_size).any(dim=-1)  # (B, M)
+        outside = needed & ((block_table < 0) | (block_table >= num_blocks))
+        if outside.any():
+            bad = int(block_table[outside][0])
+            raise InvalidValueError(f"block_table holds {bad}; expected a block in [0, {num_blocks})")
+        blocks = store[block_table.where(needed, 0)]  # (B, M, Hkv, block_size, D)
+        store = blocks.transpose(1, 2).flatten(2, 3)
+    return store.masked_fill(~seen[:, None, :, None], 0.0)

@@ -1,0 +1,398 @@
+"""What every cache of one layer has in common: its two buffers, its checks and the operations on its batch.
+
+A cache class decides which rows stay stored and where. Everything else stands here once, so that the same client
+code runs over every class. Each operation checks everything before it changes anything.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Self, Unpack, overload
+
+import torch
+
+from kvcache.attention import attend
+from kvcache.attention.arguments import IntTensorLike, ScoreOptions
+from kvcache.checks import check_device, check_dtype, check_int, check_int_tensor, check_tensor, dtype_name
+from kvcache.errors import InvalidValueError, RollbackError
+
+STATE_VERSION = 1
+
+
+class VisibleRows(NamedTuple):
+    """What the last T queries attend over: arguments of `attend`."""
+
+    k: torch.Tensor  # (B, Hkv, S, D)
+    v: torch.Tensor  # (B, Hkv, S, Dv)
+    starts: torch.Tensor | None = None  # (B,), in slots of k
+    window: int | None = None
+    sinks: int = 0
+
+
+class LayerCache(ABC):
+    """The keys and values of one layer; see `KVCache` and `SlidingWindowCache`."""
+
+    # The constructor's own sizes, which a state cannot be rebuilt without and its tensors do not tell.
+    _sizes: ClassVar[tuple[str, ...]]
+
+    k_cache: torch.Tensor  # (B, Hkv, rows, D), in the storage dtype
+    v_cache: torch.Tensor  # (B, Hkv, rows, Dv)
+
+    def _allocate(
+        self,
+        batch_size: int,
+        num_heads: int,
+        head_dim: int,
+        rows: int,
+        dtype: torch.dtype | str,
+        device: torch.device | str,
+        v_head_dim: int | None,
+        storage: torch.dtype | str | None,
+    ) -> None:
+        batch_size = check_int("batch_size", batch_size, minimum=1)
+        num_heads = check_int("num_heads", num_heads, minimum=1)
+        head_dim = check_int("head_dim", head_dim, minimum=1)
+        v_head_dim = head_dim if v_head_dim is None else check_int("v_head_dim", v_head_dim, minimum=1)
+        self._dtype = check_dtype("dtype", dtype)
+        stored_dtype = self._dtype if storage is None else check_dtype("storage", storage)
+        device = check_device("device", device)
+        # A buffer made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self.k_cache = torch.zeros(batch_size, num_heads, rows, head_dim, dtype=stored_dtype, device=device)
+            self.v_cache = torch.zeros(batch_size, num_heads, rows, v_head_dim, dtype=stored_dtype, device=device)
+        self._seq_len = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, B."""
+        return self.k_cache.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        """Key/value heads, Hkv."""
+        return self.k_cache.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Head size of the keys, D."""
+        return self.k_cache.shape[3]
+
+    @property
+    def v_head_dim(self) -> int:
+        """Head size of the values, Dv."""
+        return self.v_cache.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the keys and values that come out."""
+        return self._dtype
+
+    @property
+    def storage(self) -> str:
+        """Name of the dtype in which rows are kept."""
+        return dtype_name(self.k_cache.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the buffers."""
+        return self.k_cache.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers, used rows and free ones."""
+        return self.k_cache.nbytes + self.v_cache.nbytes
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens seen so far, which is the position of the next one."""
+        return self._seq_len
+
+    def get_seq_len(self) -> int:
+        """Return `seq_len`."""
+        return self._seq_len
+
+    @property
+    @abstractmethod
+    def stored_len(self) -> int:
+        """Tokens whose rows are still stored."""
+
+    @abstractmethod
+    def update(self, k_new: torch.Tensor, v_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the keys (B, Hkv, T, D) and values (B, Hkv, T, Dv) of the next T tokens."""
+
+    @abstractmethod
+    def can_rollback(self, n: int) -> bool:
+        """Whether the last `n` tokens can be dropped: the rows that the shorter sequence needs are all stored."""
+
+    @abstractmethod
+    def _shorten(self, length: int) -> None:
+        """Keep the first `length` tokens; `can_rollback` has said that this is possible."""
+
+    @abstractmethod
+    def _visible_rows(self, num_queries: int, starts: torch.Tensor | None) -> VisibleRows:
+        """Return what the queries of the last `num_queries` tokens attend over."""
+
+    @abstractmethod
+    def _stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stored rows (B, Hkv, stored_len, D) and (..., Dv) in order of position."""
+
+    @abstractmethod
+    def _restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
+        """Fill a new cache with the rows that `_stored_rows` gave at length `seq_len`."""
+
+    @overload
+    def attend(
+        self, q: torch.Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[ScoreOptions]
+    ) -> torch.Tensor: ...
+    @overload
+    def attend(
+        self, q: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[ScoreOptions]
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def attend(
+        self,
+        q: torch.Tensor,
+        *,
+        starts: IntTensorLike | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend the queries of the last T tokens over what is stored; call it after their `update`.
+
+        Args:
+            q: (B, H, T, D) with H a multiple of `num_heads` and T at most `seq_len`; any floating dtype.
+            starts: (B,) integers, the position of each row's first real token (left padding); default 0.
+            scale: what scores are multiplied with; default 1 / sqrt(D).
+            softcap: scores become `softcap * tanh(scores / softcap)`.
+            sink_logits: (H,), one more logit a head without a value.
+            return_lse: also return the log-sum-exp (B, H, T).
+
+        Returns:
+            The output (B, H, T, Dv) in q's dtype, or a pair of it and the log-sum-exp. No gradient flows into the
+            cache; it does flow into `q`.
+
+        Raises:
+            InvalidValueError: a shape, device or value does not fit, or rows that the first of the T queries would
+                see are no longer stored.
+        """
+        check_tensor("q", q, (self.batch_size, None, None, self.head_dim), "(B, H, T, D)", self.device)
+        num_queries = q.shape[2]
+        if num_queries > self._seq_len:
+            raise InvalidValueError(f"q has T = {num_queries} queries; expected at most seq_len = {self._seq_len}")
+        if starts is not None:
+            starts = check_int_tensor("starts", starts, (self.batch_size,), "(B,)", self.device)
+        rows = self._visible_rows(num_queries, starts)
+        k, v = rows.k, rows.v
+        if torch.is_grad_enabled() and q.requires_grad:
+            k, v = k.clone(), v.clone()  # backward needs the rows of this step, whatever is stored by then
+        return attend(
+            q,
+            k,
+            v,
+            starts=rows.starts,
+            window=rows.window,
+            sinks=rows.sinks,
+            scale=scale,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            return_lse=return_lse,
+        )
+
+    def next_positions(self, num_tokens: int, starts: IntTensorLike | None = None) -> torch.Tensor:
+        """Return the positions (B, T) of the next `num_tokens` tokens, int64, for rotary or learned embeddings.
+
+        With left padding `starts` (B,) says where each row's first real token sits; positions count from there, and
+        padding gets position 0. The result is a snapshot: later updates do not change it.
+
+        >>> from kvcache import KVCache
+        >>> KVCache(2, 1, 8, max_seq_len=8).next_positions(3, starts=[0, 2])
+        tensor([[0, 1, 2],
+                [0, 0, 0]])
+        """
+        num_tokens = check_int("num_tokens", num_tokens, minimum=0)
+        positions = torch.arange(self._seq_len, self._seq_len + num_tokens, device=self.device)
+        positions = positions.expand(self.batch_size, -1)
+        if starts is not None:
+            starts = check_int_tensor("starts", starts, (self.batch_size,), "(B,)", self.device)
+            if starts.min() < 0:
+                raise InvalidValueError(f"starts holds {int(starts.min())}; expected every entry >= 0")
+            positions = positions - starts[:, None]
+        return positions.clamp(min=0)
+
+    def rollback(self, n: int) -> None:
+        """Drop the last `n` tokens.
+
+        Raises:
+            InvalidValueError: `n` is negative or larger than `seq_len`.
+            RollbackError: the shorter sequence needs rows that are no longer stored. Nothing has changed then.
+        """
+        n = check_int("n", n, minimum=0)
+        if n > self._seq_len:
+            raise InvalidValueError(f"n is {n}; expected at most seq_len = {self._seq_len}")
+        if not self.can_rollback(n):
+            raise RollbackError(
+                f"{self!r} cannot drop its last {n} tokens: the rows that a sequence of {self._seq_len - n} tokens "
+                "needs are no longer all stored; create it with a larger slack, or reset it and prefill again"
+            )
+        self._shorten(self._seq_len - n)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens; raises as `rollback` does."""
+        length = check_int("length", length, minimum=0)
+        if length > self._seq_len:
+            raise InvalidValueError(f"length is {length}; expected at most seq_len = {self._seq_len}")
+        self.rollback(self._seq_len - length)
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay allocated."""
+        self._shorten(0)
+
+    def reorder(self, index: IntTensorLike) -> None:
+        """Let row b of the batch continue what row `index[b]` holds (beam search); `index` is (B,) integers."""
+        rows = self._check_batch_index(index)
+        if rows.shape[0] != self.batch_size:
+            raise InvalidValueError(
+                f"index has {rows.shape[0]} entries; expected batch_size = {self.batch_size} (select changes the size)"
+            )
+        self._rebatch(rows)
+
+    def select(self, index: IntTensorLike) -> None:
+        """Keep the rows `index` (at least one integer) of the batch, in that order."""
+        self._rebatch(self._check_batch_index(index))
+
+    def repeat(self, n: int) -> None:
+        """Repeat each row of the batch `n` times: rows a, b become a, a, b, b for n = 2."""
+        n = check_int("n", n, minimum=1)
+        self._rebatch(torch.arange(self.batch_size, device=self.device).repeat_interleave(n))
+
+    def copy(self) -> Self:
+        """Return an independent cache with the same content."""
+        return self._rebuilt(*self._stored_rows())
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """The stored rows, in order of position, in the storage dtype: contiguous copies `"k"` and `"v"`."""
+        k, v = self._stored_rows()
+        return {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in (("k", k), ("v", v))}
+
+    @property
+    def meta_state(self) -> dict[str, Any]:
+        """What `from_state` needs beside the tensors: plain strings and ints."""
+        sizes = {name: getattr(self, name) for name in self._sizes}
+        return {
+            "type": type(self).__name__,
+            "version": STATE_VERSION,
+            "dtype": dtype_name(self.dtype),
+            "seq_len": self._seq_len,
+            **sizes,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, torch.Tensor], meta_state: Mapping[str, Any]) -> Self:
+        """Rebuild a cache, on the device of the tensors, from what `state` and `meta_state` gave.
+
+        Raises:
+            InvalidValueError: the state belongs to another class or version, or its tensors do not fit it.
+
+        >>> from kvcache import KVCache
+        >>> cache = KVCache(1, 1, 2, max_seq_len=4)
+        >>> _ = cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
+        >>> KVCache.from_state(cache.state, cache.meta_state).seq_len
+        3
+        """
+        expected = {"type", "version", "dtype", "seq_len", *cls._sizes}
+        if set(state) != {"k", "v"}:
+            raise InvalidValueError(f"state has the entries {sorted(state)}; expected ['k', 'v']")
+        if meta_state.get("type") != cls.__name__ or meta_state.get("version") != STATE_VERSION:
+            raise InvalidValueError(
+                f"meta_state is of type {meta_state.get('type')!r}, version {meta_state.get('version')!r}; "
+                f"expected {cls.__name__!r}, version {STATE_VERSION}"
+            )
+        if set(meta_state) != expected:
+            raise InvalidValueError(f"meta_state has the entries {sorted(meta_state)}; expected {sorted(expected)}")
+        k = check_tensor("state['k']", state["k"], (None, None, None, None), "(B, Hkv, stored_len, D)")
+        v = check_tensor("state['v']", state["v"], (*k.shape[:3], None), "(B, Hkv, stored_len, Dv)", k.device)
+        if k.dtype != v.dtype:
+            raise InvalidValueError(f"state['k'] has dtype {k.dtype} and state['v'] {v.dtype}; expected one dtype")
+        constructor: Callable[..., Self] = cls
+        cache = constructor(
+            batch_size=k.shape[0],
+            num_heads=k.shape[1],
+            head_dim=k.shape[3],
+            v_head_dim=v.shape[3],
+            dtype=meta_state["dtype"],
+            storage=k.dtype,
+            device=k.device,
+            **{name: meta_state[name] for name in cls._sizes},
+        )
+        cache._restore(k, v, check_int("meta_state['seq_len']", meta_state["seq_len"], minimum=0))
+        return cache
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the buffers to `device`, in place, and return the cache itself (as `torch.nn.Module.to` does)."""
+        target = check_device("device", device)
+        with torch.inference_mode(False):
+            k, v = self.k_cache.to(target), self.v_cache.to(target)
+        self._shorten(self._seq_len)  # drops what lives outside the buffers
+        self.k_cache, self.v_cache = k, v
+        return self
+
+    def __copy__(self) -> Self:
+        return self.copy()  # sharing the buffers would let one copy overwrite the other's rows
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_state, (self.state, self.meta_state)
+
+    def __repr__(self) -> str:
+        sizes = "".join(f"{name}={getattr(self, name)}, " for name in self._sizes)
+        storage = "" if self.storage == dtype_name(self.dtype) else f"storage={self.storage}, "
+        v_head_dim = "" if self.v_head_dim == self.head_dim else f"v_head_dim={self.v_head_dim}, "
+        return (
+            f"{type(self).__name__}(batch_size={self.batch_size}, num_heads={self.num_heads}, "
+            f"head_dim={self.head_dim}, {v_head_dim}{sizes}dtype={dtype_name(self.dtype)}, {storage}"
+            f"device={self.device}, seq_len={self._seq_len})"
+        )
+
+    def _check_new_rows(self, k_new: torch.Tensor, v_new: torch.Tensor) -> int:
+        """Check what `update` is given and return the number of new tokens."""
+        check_tensor(
+            "k_new", k_new, (self.batch_size, self.num_heads, None, self.head_dim), "(B, Hkv, T, D)", self.device
+        )
+        num_tokens = k_new.shape[2]
+        check_tensor(
+            "v_new",
+            v_new,
+            (self.batch_size, self.num_heads, num_tokens, self.v_head_dim),
+            "(B, Hkv, T, Dv)",
+            self.device,
+        )
+        return num_tokens
+
+    def _check_batch_index(self, index: IntTensorLike) -> torch.Tensor:
+        rows = check_int_tensor("index", index, (None,), "(rows,)", self.device)
+        if rows.numel() == 0:
+            raise InvalidValueError("index is empty; expected at least one row of the batch")
+        smallest, largest = (int(bound) for bound in torch.aminmax(rows))
+        if smallest < 0 or largest >= self.batch_size:
+            bad = smallest if smallest < 0 else largest
+            raise InvalidValueError(f"index holds {bad}; expected rows in [0, {self.batch_size})")
+        return rows
+
+    def _rebuilt(self, k: torch.Tensor, v: torch.Tensor) -> Self:
+        with torch.inference_mode(False), torch.no_grad():
+            return type(self).from_state({"k": k, "v": v}, self.meta_state)
+
+    def _rebatch(self, index: torch.Tensor) -> None:
+        """Let row i of the batch become what row `index[i]` holds, in the same buffers where the batch size stays."""
+        k, v = (rows.index_select(0, index) for rows in self._stored_rows())
+        if len(index) == self.batch_size:
+            self._restore(k, v, self._seq_len)
+        else:
+            self.__dict__.update(self._rebuilt(k, v).__dict__)
+
+    def _emit(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return stored rows as they come out: themselves, or a copy in `dtype` where storage differs."""
+        return rows.to(self._dtype)

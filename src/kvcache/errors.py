@@ -10,11 +10,11 @@ class KVCacheError(Exception):
 
 
 class InvalidValueError(KVCacheError, ValueError):
-    """An argument has the right type but a wrong shape, size, dtype, device or value."""
+    """An argument has the right type but a wrong shape, size, device or value."""
 
 
 class InvalidTypeError(KVCacheError, TypeError):
-    """An argument has the wrong type."""
+    """An argument has the wrong type or dtype."""
 
 
 class CacheFullError(KVCacheError, ValueError):

@@ -74,7 +74,7 @@ class CausalSelfAttentionWithCache(nn.Module):
         weight = self.qkv_proj.weight
         check_tensor("x", x, (None, None, self.d_model), "(B, T, d_model)", weight.device)
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise InvalidValueError(f"x has dtype {x.dtype}; expected {weight.dtype}, as the weights have")
+            raise InvalidTypeError(f"x has dtype {x.dtype}; expected {weight.dtype}, as the weights have")
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(x).unflatten(-1, (heads + 2 * kv_heads, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # (B, H, T, head_dim), (B, Hkv, T, head_dim) twice

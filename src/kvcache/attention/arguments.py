@@ -133,7 +133,7 @@ def check_parts(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -
         check_tensor(f"outputs[{index}]", output, first.shape, "(B, H, T, Dv)", first.device)
         check_tensor(f"lses[{index}]", lse, first.shape[:3], "(B, H, T)", first.device)
         if output.dtype != first.dtype:
-            raise InvalidValueError(f"outputs[{index}] has dtype {output.dtype}; expected {first.dtype}")
+            raise InvalidTypeError(f"outputs[{index}] has dtype {output.dtype}; expected {first.dtype}")
 
 
 def _check_range(name: str, values: torch.Tensor, low: int, high: int | None) -> None:

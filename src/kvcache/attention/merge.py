@@ -19,7 +19,8 @@ def merge_attention(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor
         be merged again. A query that saw nothing anywhere gets zeros and -inf. Give `sink_logits` to one part only.
 
     Raises:
-        InvalidValueError: no parts, or their numbers, shapes, dtypes or devices differ.
+        InvalidValueError: no parts, or their numbers, shapes or devices differ.
+        InvalidTypeError: their dtypes differ or are not floating.
 
     Source: FlashInfer (arXiv:2501.01005), section 2.2, "attention states" and their composition.
 

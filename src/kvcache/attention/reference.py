@@ -30,23 +30,22 @@ def reference_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, to
     v = _rows(arguments.v, arguments.block_table, seen).to(dtype)  # (B, Hkv, S, Dv)
 
     kv_heads = k.shape[1]
-    # Query head h reads key/value head h // (H // Hkv): (B, Hkv, G, T, ...) is the natural split of H.
-    grouped = (batch, kv_heads, heads // kv_heads, num_queries)
-    rows = (batch, kv_heads, heads // kv_heads * num_queries)
+    group = heads // kv_heads  # query head h reads key/value head h // group
+    rows = (batch, kv_heads, group * num_queries)
     scores = (q.to(dtype) * arguments.scale).reshape(*rows, head_dim) @ k.transpose(-1, -2)
-    scores = scores.view(*grouped, -1)  # (B, Hkv, G, T, S)
+    scores = scores.unflatten(2, (group, num_queries))  # (B, Hkv, G, T, S)
     if arguments.softcap is not None:
         scores = arguments.softcap * torch.tanh(scores / arguments.softcap)
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     if arguments.sink_logits is not None:
-        logits = arguments.sink_logits.to(dtype).view(1, kv_heads, -1, 1, 1).expand(*grouped, 1)
-        scores = torch.cat([scores, logits], dim=-1)
+        logits = arguments.sink_logits.to(dtype).view(1, kv_heads, group, 1, 1)
+        scores = torch.cat([scores, logits.expand(batch, -1, -1, num_queries, -1)], dim=-1)
 
     lse = torch.logsumexp(scores, dim=-1)  # (B, Hkv, G, T); -inf for a query that sees nothing
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
     weights = weights[..., : v.shape[2]]  # a sink logit has no value
-    output = weights.reshape(*rows, -1) @ v
-    return output.view(batch, heads, num_queries, -1).to(q.dtype), lse.view(batch, heads, num_queries)
+    output = weights.flatten(2, 3) @ v
+    return output.reshape(batch, heads, num_queries, v.shape[3]).to(q.dtype), lse.reshape(batch, heads, num_queries)
 
 
 def _rows(store: torch.Tensor, block_table: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,8 @@ class KVCache(LayerCache):
 
         Returns:
             All keys (B, Hkv, seq_len, D) and values (B, Hkv, seq_len, Dv): views of the buffers, without a copy
-            (copies in `dtype` where `storage` is another one).
+            (copies in `dtype` where `storage` is another one). Views show what the buffers hold: a later rollback and
+            update, or a reorder, changes them.
 
         Raises:
             CacheFullError: fewer than T tokens fit. Nothing has been stored then.

@@ -13,7 +13,7 @@ import torch
 from kvcache.attention import attend
 from kvcache.attention.arguments import IntTensorLike, ScoreOptions
 from kvcache.checks import check_device, check_dtype, check_int, check_int_tensor, check_tensor, dtype_name
-from kvcache.errors import InvalidValueError, RollbackError
+from kvcache.errors import InvalidTypeError, InvalidValueError, RollbackError
 
 STATE_VERSION = 1
 
@@ -292,7 +292,8 @@ class LayerCache(ABC):
         """Rebuild a cache, on the device of the tensors, from what `state` and `meta_state` gave.
 
         Raises:
-            InvalidValueError: the state belongs to another class or version, or its tensors do not fit it.
+            InvalidValueError, InvalidTypeError: the state belongs to another class or version, or its tensors do not
+                fit it.
 
         >>> from kvcache import KVCache
         >>> cache = KVCache(1, 1, 2, max_seq_len=4)
@@ -313,7 +314,7 @@ class LayerCache(ABC):
         k = check_tensor("state['k']", state["k"], (None, None, None, None), "(B, Hkv, stored_len, D)")
         v = check_tensor("state['v']", state["v"], (*k.shape[:3], None), "(B, Hkv, stored_len, Dv)", k.device)
         if k.dtype != v.dtype:
-            raise InvalidValueError(f"state['k'] has dtype {k.dtype} and state['v'] {v.dtype}; expected one dtype")
+            raise InvalidTypeError(f"state['k'] has dtype {k.dtype} and state['v'] {v.dtype}; expected one dtype")
         constructor: Callable[..., Self] = cls
         cache = constructor(
             batch_size=k.shape[0],

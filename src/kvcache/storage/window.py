@@ -147,8 +147,8 @@ class SlidingWindowCache(LayerCache):
         else:
             raise InvalidValueError(
                 f"q has T = {num_queries} queries, the first of which sees tokens from position {first_visible} on; "
-                f"stored are those from {self._first} on; attend after each update, or create the cache with a "
-                f"slack >= {self.slack + self._first - first_visible}"
+                f"stored are those from {self._first} on; attend right after the step's update, or create the cache "
+                f"with slack >= {self.slack + self._first - first_visible}"
             )
         return VisibleRows(k, v, self._starts_in_slots(starts, first_visible), self.window, self.sinks)
 

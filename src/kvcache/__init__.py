@@ -1,6 +1,7 @@
 """A KV cache for decoding transformers in PyTorch: exact, fast and checked against a run without a cache."""
 
 from kvcache.attention import attend, merge_attention
+from kvcache.costs import cache_nbytes, count_qkv_projections
 from kvcache.errors import (
     CacheFullError,
     InvalidTypeError,
@@ -10,6 +11,7 @@ from kvcache.errors import (
     RollbackError,
 )
 from kvcache.modules import CausalSelfAttentionWithCache
+from kvcache.step import kv_cache_step
 from kvcache.storage import KVCache, SlidingWindowCache
 
 __all__ = [
@@ -23,5 +25,8 @@ __all__ = [
     "RollbackError",
     "SlidingWindowCache",
     "attend",
+    "cache_nbytes",
+    "count_qkv_projections",
+    "kv_cache_step",
     "merge_attention",
 ]

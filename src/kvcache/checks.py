@@ -55,11 +55,14 @@ def check_dtype(name: str, dtype: Any) -> torch.dtype:
 
 
 def check_device(name: str, device: Any) -> torch.device:
-    """Return `device` as a `torch.device`."""
+    """Return `device` as a `torch.device` that torch can use here."""
     try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as cause:
-        raise InvalidValueError(f"{name} is {device!r}; expected a torch device: {cause}") from None
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
+    except (RuntimeError, TypeError, AssertionError) as cause:
+        reason = str(cause).partition("\n")[0]
+        raise InvalidValueError(f"{name} is {device!r}; expected a device that torch can use here: {reason}") from cause
+    return resolved
 
 
 def check_shape(name: str, actual: Sequence[int], expected: Sequence[int | None], letters: str) -> None:

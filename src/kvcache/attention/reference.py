@@ -33,7 +33,7 @@ def reference_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, to
     group = heads // kv_heads  # query head h reads key/value head h // group
     rows = (batch, kv_heads, group * num_queries)
     scores = (q.to(dtype) * arguments.scale).reshape(*rows, head_dim) @ k.transpose(-1, -2)
-    scores = scores.unflatten(2, (group, num_queries))  # (B, Hkv, G, T, S)
+    scores = scores.view(batch, kv_heads, group, num_queries, k.shape[2])
     if arguments.softcap is not None:
         scores = arguments.softcap * torch.tanh(scores / arguments.softcap)
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))

@@ -1,0 +1,93 @@
+"""What does it cost to append one token to a cache of a layer, and does that grow with what is stored?
+
+Both sides in one run, alternating: `KVCache.update` and concatenation (what a hand-written loop does). Times are
+medians; bytes are new memory that torch's operations asked for.
+
+    python benchmarks/append.py
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.allocations
+
+from kvcache import KVCache
+from tests.allocations import CountAllocations
+
+LENGTHS = (30, 300, 3_000, 30_000)
+HEADS, HEAD_DIM = 8, 128
+STEPS, ROUNDS = 200, 15
+RESULTS = Path(__file__).parent / "results" / "append.json"
+
+
+def seconds(act: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        act()
+    return (time.perf_counter() - start) / repeats
+
+
+def measure(length: int) -> dict[str, float]:
+    k_new = v_new = torch.randn(1, HEADS, 1, HEAD_DIM)
+    cache = KVCache(1, HEADS, HEAD_DIM, length + STEPS)
+    k, v = cache.update(*(torch.randn(1, HEADS, length, HEAD_DIM) for _ in range(2)))
+    k, v = k.clone(), v.clone()
+
+    def update() -> None:
+        cache.update(k_new, v_new)
+
+    def concatenate() -> None:
+        torch.cat([k, k_new], dim=2)
+        torch.cat([v, v_new], dim=2)
+
+    update_times, concatenate_times = [], []
+    for _ in range(ROUNDS):
+        update_times.append(seconds(update, STEPS))
+        cache.rollback(STEPS)
+        concatenate_times.append(seconds(concatenate, 3))
+    with CountAllocations() as update_bytes:
+        update()
+    with CountAllocations() as concatenate_bytes:
+        concatenate()
+    return {
+        "length": length,
+        "update_microseconds": statistics.median(update_times) * 1e6,
+        "concatenate_microseconds": statistics.median(concatenate_times) * 1e6,
+        "update_bytes": update_bytes.allocated,
+        "concatenate_bytes": concatenate_bytes.allocated,
+    }
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown"
+
+
+def main() -> None:
+    measure(LENGTHS[0])  # warm up
+    rows = [measure(length) for length in LENGTHS]
+    machine = f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    print(f"Append one token, float32, {HEADS} heads of {HEAD_DIM}; {machine}\n")
+    print(f"{'stored':>8} {'KVCache.update':>16} {'new bytes':>10} {'concatenate':>14} {'new bytes':>12}")
+    for row in rows:
+        print(
+            f"{row['length']:>8,} {row['update_microseconds']:>13.1f} us {row['update_bytes']:>10,} "
+            f"{row['concatenate_microseconds']:>11.1f} us {row['concatenate_bytes']:>12,}"
+        )
+    ratio = rows[-1]["update_microseconds"] / rows[0]["update_microseconds"]
+    print(f"\nKVCache.update at {LENGTHS[-1]:,} over {LENGTHS[0]}: {ratio:.2f}x")
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

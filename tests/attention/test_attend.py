@@ -121,9 +121,11 @@ def test_non_contiguous_inputs_equal_contiguous_ones(layout, dtype, queries, slo
         q, k, v = (torch.stack([x, torch.full_like(x, NAN)], dim=-1).flatten(-2)[..., ::2] for x in (q, k, v))
     else:
         k, v = (torch.cat([x, torch.full_like(x, NAN)], dim=2)[:, :, :slots] for x in (k, v))
-    expected, _ = attend_rows(q, k, v)
+    contiguous = [x.contiguous() for x in (q, k, v)]
+    expected, _ = attend_rows(*contiguous)
     assert_close(attend(q, k, v), expected)
     assert_close(attend(q, k, v, lengths=[slots, slots]), expected)
+    assert torch.equal(attend(q, k, v), attend(*contiguous))  # to the bit: no kernel that rounds differently
 
 
 def test_a_table_shorter_than_the_length_is_refused():  # case B14

@@ -43,6 +43,6 @@ def sdpa_attention(arguments: AttentionArguments) -> torch.Tensor:
 
 
 def _with_safe_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy tensors whose layout SDPA's kernels misread: expanded dimensions and a strided last one."""
+    """Copy tensors with a layout that sends SDPA to a kernel that accumulates 16-bit inputs in 16 bits."""
     expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.contiguous() if expanded or tensor.stride(-1) != 1 else tensor

@@ -1,0 +1,221 @@
+"""`kvcache generate`: continue a prompt, stream the text, and say what the cache saved."""
+
+import json
+import math
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from kvcache.checks import check_dtype, dtype_name
+from kvcache.cli.detokenize import Detokenizer
+from kvcache.errors import InvalidValueError
+
+EPILOG = """
+Examples:
+
+  kvcache generate "Why does a transformer need a KV cache?"
+
+  kvcache generate --compare --max-new-tokens 64 "What is the capital of France?"
+
+  kvcache generate --prompt-file report.txt --model ./my-model --dtype bfloat16 --json
+"""
+
+SAMPLING = "Sampling"
+OUTPUT = "Output"
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; [bold]-[/bold] reads it from standard input.")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this file (UTF-8) instead.")] = None,
+    model: Annotated[
+        str, typer.Option(help="[bold]smollm2[/bold], a folder in transformers' format, a GGUF file or a hub id.")
+    ] = "smollm2",
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many new tokens.", min=1)] = 128,
+    dtype: Annotated[
+        str, typer.Option(help="Of weights and cache: float32, bfloat16, float16 or float64.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")] = "cpu",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Give the prompt as it is, without the model's chat template.")
+    ] = False,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep keys and values, or compute all again for every token.")
+    ] = True,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run it again without a cache and show both side by side.")
+    ] = False,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            help="0 takes the likeliest token (greedy); above, tokens are sampled.", min=0.0, rich_help_panel=SAMPLING
+        ),
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample among the k likeliest tokens; 0: all.", min=0, rich_help_panel=SAMPLING)
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Sample among the likeliest tokens that sum to this probability.",
+            min=0.0,
+            max=1.0,
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Drop tokens less likely than this share of the likeliest.", min=0.0, max=1.0, rich_help_panel=SAMPLING
+        ),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 makes repeating a token less likely.", rich_help_panel=SAMPLING)
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes sampling repeatable.", min=0, rich_help_panel=SAMPLING)
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print the text and nothing else.", rich_help_panel=OUTPUT)
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as one JSON object.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Continue a prompt with a language model, and see what the KV cache saved.
+
+    The first run with the default model fetches it (93 MB) and converts it once.
+    """
+    text = _read_prompt(prompt, prompt_file)
+    dtype = dtype_name(check_dtype("--dtype", dtype))
+    if compare and not cache:
+        raise InvalidValueError("--compare runs with and without a cache; leave --no-cache out")
+    if not (math.isfinite(temperature) and math.isfinite(repetition_penalty) and repetition_penalty > 0):
+        raise InvalidValueError(
+            f"--temperature is {temperature} and --repetition-penalty {repetition_penalty}; expected finite numbers, "
+            "the penalty above 0"
+        )
+    messages = Console(stderr=True)
+
+    with messages.status("Starting") as status:
+        from kvcache.cli import report, run  # these bring transformers with them, which takes seconds
+        from kvcache.hf import load_model
+
+        loaded = load_model(model, dtype=dtype, device=device, progress=status.update)
+        prompt_ids = _encode(loaded.tokenizer, text, raw)
+        fitting_tokens = _fitting_new_tokens(loaded.model, len(prompt_ids))
+        run.warm_up(loaded.model)
+    if max_new_tokens > fitting_tokens:
+        messages.print(f"The model's context has room for {fitting_tokens:,} new tokens, so no more are generated.")
+
+    sampling = run.SamplingOptions(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=secrets.randbelow(2**31) if seed is None else seed,
+    )
+    detokenizer = Detokenizer(loaded.tokenizer)
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        if not as_json:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    def generate_once(use_cache: bool, on_token: Callable[[list[int]], None]) -> "run.Run":
+        return run.generate(
+            loaded.model,
+            prompt_ids,
+            max_new_tokens=min(max_new_tokens, fitting_tokens),
+            sampling=sampling,
+            use_cache=use_cache,
+            on_token=on_token,
+        )
+
+    first = generate_once(cache, lambda ids: show(detokenizer.push(ids)))
+    show(detokenizer.finish())
+    show("" if as_json else "\n")
+    second = None
+    if compare:
+        with _progress_bar(messages, "Again, without a cache", len(first.token_ids)) as advance:
+            second = generate_once(False, lambda _: advance())
+
+    if as_json:
+        data = {
+            "model": model,
+            "dtype": dtype,
+            "threads": torch.get_num_threads(),
+            "prompt_tokens": first.prompt_tokens,
+            "text": "".join(pieces),
+            **report.as_data(first),
+        }
+        if second is not None:
+            data |= {"without_cache": report.as_data(second), "comparison": report.comparison_as_data(first, second)}
+        print(json.dumps(data, indent=2, ensure_ascii=False))
+    elif not quiet:
+        output = Console(highlight=False, soft_wrap=True)
+        output.print()
+        if second is None:
+            report.print_account(output, first, dtype, torch.get_num_threads())
+        else:
+            report.print_comparison(output, first, second, dtype, torch.get_num_threads())
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise InvalidValueError("expected a prompt, or --prompt-file, and not both")
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as cause:
+            reason = "is not UTF-8 text" if isinstance(cause, UnicodeDecodeError) else cause.strerror
+            raise InvalidValueError(f"--prompt-file {str(prompt_file)!r} cannot be read: {reason}") from cause
+    elif prompt == "-":
+        prompt = sys.stdin.read()
+    assert prompt is not None
+    if not prompt.strip():
+        raise InvalidValueError("the prompt is empty; expected some text")
+    return prompt
+
+
+def _encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
+    """Return the prompt's token ids, wrapped in the chat template where the model has one."""
+    if raw or not tokenizer.chat_template:
+        ids = tokenizer(text)["input_ids"]
+    else:
+        chat = [{"role": "user", "content": text}]
+        templated = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(templated, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise InvalidValueError("the prompt has no tokens; expected some text")
+    return list(ids)
+
+
+def _fitting_new_tokens(model: Any, prompt_tokens: int) -> int:
+    """Return how many tokens the model's context leaves room for; the last one is sampled and takes no place."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is None:
+        return sys.maxsize
+    if prompt_tokens > context:
+        raise InvalidValueError(f"the prompt has {prompt_tokens:,} tokens; the model's context is {context:,}")
+    return int(context) - prompt_tokens + 1
+
+
+@contextmanager
+def _progress_bar(console: Console, description: str, total: int) -> Iterator[Callable[[], None]]:
+    columns = (SpinnerColumn(), TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda: progress.advance(task)

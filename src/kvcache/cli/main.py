@@ -1,0 +1,57 @@
+"""The entry point of the `kvcache` command: its subcommands, and how it ends when something is wrong."""
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from kvcache.cli.generate import EPILOG, generate
+from kvcache.errors import KVCacheError
+
+app = typer.Typer(
+    help="Decode language models with a KV cache that is exact, fast and checked.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command(epilog=EPILOG)(generate)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvcache {version('torch-kvcache')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command; wrong input ends it with status 2 and one line that says what is wrong."""
+    try:
+        status = app(arguments, prog_name="kvcache", standalone_mode=False)
+    except TyperException as error:  # unknown options, values out of range
+        status = _fail(error.format_message() if hasattr(error, "format_message") else str(error))
+    except KVCacheError as error:
+        status = _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        status = 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
+    sys.exit(status)
+
+
+def _fail(message: str) -> int:
+    print(f"kvcache: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,222 @@
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvcache.cli.main import main
+
+QUESTION = "What is the capital of France?"
+
+
+def kvcache(capsys, *arguments):
+    """Run the command in this process; return its exit status, standard output and standard error."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return ended.value.code or 0, captured.out, captured.err
+
+
+def generate_json(capsys, *arguments):
+    status, out, err = kvcache(capsys, "generate", *arguments, "--json")
+    assert status == 0, err
+    return json.loads(out)
+
+
+def test_it_answers_and_gives_an_account(capsys, smollm2):
+    status, out, err = kvcache(capsys, "generate", QUESTION, "--max-new-tokens", 20)
+    assert status == 0
+    text, account = out.split("\n\n", 1)
+    assert text == "The capital of France is Paris."
+    lines = [line.rstrip() for line in account.splitlines()]
+    assert lines[0] == "Tokens   37 in the prompt, 8 generated (ended by the model)"
+    assert lines[1].startswith("Prefill  ")
+    assert lines[2].startswith("Decode   ")
+    assert lines[2].endswith(" for 7 tokens")
+    assert lines[3] == "Cache    2.0 MB used of 2.6 MB in float32: 44 tokens of 46,080 bytes each"
+    assert lines[4] == "Q, K, V  132 projections a layer with a cache, 972 without (7.4x)"
+    assert "Traceback" not in err
+
+
+def test_json_holds_what_people_see(capsys, smollm2):
+    data = generate_json(capsys, QUESTION, "--max-new-tokens", 20)
+    assert data["text"] == "The capital of France is Paris.\n" or data["text"] == "The capital of France is Paris."
+    assert (data["prompt_tokens"], data["generated_tokens"], data["finish_reason"]) == (37, 8, "stop")
+    assert data["token_ids"][-1] == smollm2.tokenizer.eos_token_id
+    assert data["qkv_projections_per_layer"] == 3 * (37 + 8 - 1)
+    assert data["cache"] == {"tokens": 44, "bytes": 56 * 46080, "bytes_per_token": 46080, "dtype": "float32"}
+    assert data["model"] == "smollm2"
+    assert data["decode_tokens_per_second"] > 0
+
+
+def test_compare_finds_the_same_tokens_without_a_cache(capsys, smollm2):
+    data = generate_json(capsys, QUESTION, "--max-new-tokens", 6, "--compare")
+    assert data["comparison"]["same_tokens"] is True
+    assert data["comparison"]["first_difference"] is None
+    assert data["comparison"]["speedup"] > 0
+    assert data["without_cache"]["token_ids"] == data["token_ids"]
+    assert data["without_cache"]["cache"] is None
+    assert data["without_cache"]["qkv_projections_per_layer"] == 3 * sum(range(37, 43))
+    status, out, _ = kvcache(capsys, "generate", QUESTION, "--max-new-tokens", 3, "--compare")
+    assert status == 0
+    assert "with cache" in out
+    assert "identical, all 3" in out
+    assert "Speed-up" in out
+
+
+def test_without_a_cache_it_says_the_same(capsys, smollm2):
+    status, out, _ = kvcache(capsys, "generate", QUESTION, "--max-new-tokens", 5, "--no-cache")
+    assert status == 0
+    assert out.startswith("The capital of France is\n")
+    assert "none: every token computed the whole sequence again" in out
+
+
+def test_bfloat16_halves_the_cache(capsys, smollm2):
+    data = generate_json(capsys, QUESTION, "--max-new-tokens", 2, "--dtype", "bfloat16")
+    assert (data["dtype"], data["cache"]["bytes_per_token"]) == ("bfloat16", 23040)
+
+
+def test_a_seed_repeats_a_sample(capsys, smollm2):
+    options = ("--temperature", 1.5, "--max-new-tokens", 8, "--top-k", 200, "--top-p", 0.99, "--min-p", 0.001)
+    first, again, other = (
+        generate_json(capsys, "Tell me a story.", *options, "--seed", seed)["token_ids"] for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_quiet_prints_the_text_alone(capsys, smollm2, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(QUESTION, encoding="utf-8")
+    status, out, _ = kvcache(capsys, "generate", "--prompt-file", file, "-q", "--max-new-tokens", 20)
+    assert (status, out) == (0, "The capital of France is Paris.\n")
+
+
+def test_a_dash_reads_standard_input_and_raw_leaves_the_template_out(capsys, smollm2, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("The capital of France is"))
+    data = generate_json(capsys, "-", "--raw", "--max-new-tokens", 1)
+    assert data["prompt_tokens"] == 5
+    assert data["text"].strip() == "Paris"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory, smollm2):
+    """A random Llama with a context of 64 tokens, and the real tokenizer without its chat template."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from kvcache.hf import smollm2 as default_model
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(smollm2.tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(default_model.model_folder())
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_context_limits_the_new_tokens(capsys, tiny_folder):
+    status, out, err = kvcache(
+        capsys, "generate", "one two three four", "--model", tiny_folder, "--max-new-tokens", 100, "--json"
+    )
+    assert status == 0, err
+    assert "room for 61 new tokens" in err
+    data = json.loads(out)
+    assert data["prompt_tokens"] == 4
+    assert data["generated_tokens"] == 61
+    assert data["cache"]["tokens"] == 64  # every position of the context, and one token sampled from the last
+
+
+def test_a_prompt_of_exactly_the_context_fits_and_one_more_is_refused(capsys, tiny_folder):
+    fits = " ".join(["one"] * 64)
+    data = generate_json(capsys, fits, "--model", tiny_folder)
+    assert (data["prompt_tokens"], data["generated_tokens"]) == (64, 1)
+    status, out, err = kvcache(capsys, "generate", fits + " one", "--model", tiny_folder)
+    assert (status, out) == (2, "")
+    assert err == "kvcache: error: the prompt has 65 tokens; the model's context is 64\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hello", "--max-new-tokens", 0], "Invalid value for '--max-new-tokens'"),
+        (["hello", "--max-new-tokens", "many"], "Invalid value for '--max-new-tokens'"),
+        ([""], "the prompt is empty"),
+        ([" \n "], "the prompt is empty"),
+        ([], "expected a prompt, or --prompt-file, and not both"),
+        (["hello", "--prompt-file", "x"], "expected a prompt, or --prompt-file, and not both"),
+        (["--prompt-file", "/nowhere/x"], "--prompt-file '/nowhere/x' cannot be read: No such file or directory"),
+        (["--prompt-file", "/"], "--prompt-file '/' cannot be read: Is a directory"),
+        (["hello", "--model", "/nowhere/model"], "model path '/nowhere/model' does not exist"),
+        (["hello", "--model", ""], "name is ''"),
+        (["hello", "--dtype", "float31"], "--dtype is 'float31'; expected one of float16, bfloat16, float32, float64"),
+        (["hello", "--device", "nowhere"], "device is 'nowhere'"),
+        (["hello", "--temperature", "nan"], "Invalid value for '--temperature'"),
+        (["hello", "--temperature", "inf"], "--temperature is inf"),
+        (["hello", "--temperature", "-1"], "Invalid value for '--temperature'"),
+        (["hello", "--top-p", "2"], "Invalid value for '--top-p'"),
+        (["hello", "--repetition-penalty", "0"], "--repetition-penalty 0.0"),
+        (["hello", "--compare", "--no-cache"], "--compare runs with and without a cache"),
+        (["hello", "--wrong"], "No such option: --wrong"),
+        (["hello", "again"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_input_ends_with_status_2_and_one_line(capsys, arguments, message):
+    status, out, err = kvcache(capsys, "generate", *arguments)
+    assert (status, out) == (2, "")
+    error_lines = [line for line in err.splitlines() if line.startswith("kvcache: error: ")]
+    assert len(error_lines) == 1
+    assert message in error_lines[0]
+    assert "Traceback" not in err
+
+
+def test_a_file_that_is_no_text_is_refused(capsys, tmp_path):
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"\xff\xfe\x00")
+    status, out, err = kvcache(capsys, "generate", "--prompt-file", file)
+    assert (status, out) == (2, "")
+    assert f"--prompt-file '{file}' cannot be read: is not UTF-8 text" in err
+
+
+def test_no_model_and_no_network_says_what_to_do(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    status, out, err = kvcache(capsys, "generate", "hello")
+    assert (status, out) == (2, "")
+    assert "kvcache: error: smollm2 cannot be fetched: connect to the network once, or pass the path" in err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_installed_command_ends_the_same_way():
+    result = subprocess.run(
+        [sys.executable, "-m", "kvcache", "generate", "hello", "--model", "/nowhere/model"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines()[-1] == "kvcache: error: model path '/nowhere/model' does not exist"
+    assert "Traceback" not in result.stderr
+
+
+def test_help_and_version(capsys):
+    status, out, _ = kvcache(capsys, "generate", "--help")
+    assert status == 0
+    for option in ("--model", "--max-new-tokens", "--temperature", "--dtype", "--no-cache", "--compare", "--json"):
+        assert option in out
+    status, out, _ = kvcache(capsys, "--version")
+    assert (status, out) == (0, "kvcache 0.1.0\n")

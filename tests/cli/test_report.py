@@ -1,0 +1,58 @@
+import pytest
+
+from kvcache.cli.report import (
+    as_data,
+    comparison_as_data,
+    first_difference,
+    projections_with_cache,
+    projections_without_cache,
+)
+from kvcache.cli.run import CacheAccount, Run
+
+
+def run_of(token_ids, prompt_tokens=4, first=1.0, later=2.0, cache=None):
+    return Run(prompt_tokens, list(token_ids), first, later, stopped=False, cache=cache)
+
+
+def test_projections_are_counted_as_they_are_done():
+    run = run_of([7, 8, 9])  # 4 + 1 + 1 tokens processed; the third new one never is
+    assert projections_with_cache(run) == 3 * (4 + 1 + 1)
+    assert projections_without_cache(run) == 3 * (4 + 5 + 6)
+    only_one = run_of([7])
+    assert projections_with_cache(only_one) == projections_without_cache(only_one) == 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([5], [6], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 2], 2)],
+)
+def test_the_first_difference_is_found(ours, theirs, expected):
+    assert first_difference(run_of(ours), run_of(theirs)) == expected
+
+
+def test_rates_are_tokens_over_the_time_they_took():
+    run = run_of([1, 2, 3, 4, 5], prompt_tokens=10, first=0.5, later=2.0)
+    assert run.prefill_tokens_per_second == 20
+    assert run.decode_tokens_per_second == 2
+    assert run.total_seconds == 2.5
+    assert run_of([1], later=0.0).decode_tokens_per_second is None
+
+
+def test_data_hold_every_figure():
+    cached = run_of([1, 2], cache=CacheAccount(tokens=5, nbytes=640, bytes_per_token=64, dtype="float32"))
+    assert as_data(cached) == {
+        "generated_tokens": 2,
+        "token_ids": [1, 2],
+        "finish_reason": "length",
+        "time_to_first_token_seconds": 1.0,
+        "decode_seconds": 2.0,
+        "total_seconds": 3.0,
+        "prefill_tokens_per_second": 4.0,
+        "decode_tokens_per_second": 0.5,
+        "qkv_projections_per_layer": 15,
+        "cache": {"tokens": 5, "bytes": 640, "bytes_per_token": 64, "dtype": "float32"},
+    }
+    uncached = run_of([1, 3], later=5.0)
+    assert as_data(uncached)["qkv_projections_per_layer"] == 27
+    assert as_data(uncached)["cache"] is None
+    assert comparison_as_data(cached, uncached) == {"speedup": 2.0, "same_tokens": False, "first_difference": 1}

@@ -65,6 +65,13 @@ def test_compare_finds_the_same_tokens_without_a_cache(capsys, smollm2):
     assert "Speed-up" in out
 
 
+def test_the_model_may_be_kept_from_ending_early(capsys, smollm2):
+    data = generate_json(capsys, QUESTION, "--max-new-tokens", 10, "--min-new-tokens", 10)
+    assert data["generated_tokens"] == 10
+    assert data["finish_reason"] == "length"
+    assert smollm2.tokenizer.eos_token_id not in data["token_ids"]
+
+
 def test_without_a_cache_it_says_the_same(capsys, smollm2):
     status, out, _ = kvcache(capsys, "generate", QUESTION, "--max-new-tokens", 5, "--no-cache")
     assert status == 0
@@ -151,6 +158,7 @@ def test_a_prompt_of_exactly_the_context_fits_and_one_more_is_refused(capsys, ti
     ("arguments", "message"),
     [
         (["hello", "--max-new-tokens", 0], "Invalid value for '--max-new-tokens'"),
+        (["hello", "--max-new-tokens", 3, "--min-new-tokens", 4], "--min-new-tokens is 4; expected at most"),
         (["hello", "--max-new-tokens", "many"], "Invalid value for '--max-new-tokens'"),
         ([""], "the prompt is empty"),
         ([" \n "], "the prompt is empty"),

@@ -215,7 +215,7 @@ OPERATIONS = st.one_of(
 
 
 @pytest.mark.parametrize("max_tokens", [None, 30], ids=["growing", "preallocated"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(operations=st.lists(OPERATIONS, max_size=14))
 def test_any_sequence_of_operations_keeps_the_history(hybrid, max_tokens, operations):
     """Against a plain list of all tokens: what comes back, what can be dropped, and that a failure changes nothing."""
@@ -223,6 +223,7 @@ def test_any_sequence_of_operations_keeps_the_history(hybrid, max_tokens, operat
     batch = 2
     history = torch.zeros(batch, 0, dtype=torch.float64)  # a tag for each row and token
     next_tag, cropped_at, recording = 1.0, 0, False
+    longest = 0  # since it was empty
     for name, argument in operations:
         if name == "update":
             new = torch.arange(next_tag, next_tag + batch * argument, dtype=torch.float64).view(batch, argument)
@@ -234,6 +235,7 @@ def test_any_sequence_of_operations_keeps_the_history(hybrid, max_tokens, operat
                 continue
             n = history.shape[1]
             history = torch.cat([history, new], dim=1)
+            longest = max(longest, history.shape[1])
             for index, first in enumerate([max(n - WINDOW + 1, 0)] * 2 + [0]):
                 keys, values = cache.update(k, -k, index)
                 torch.testing.assert_close(keys[:, 0, :, 0], history[:, first:], rtol=0, atol=0)
@@ -244,7 +246,7 @@ def test_any_sequence_of_operations_keeps_the_history(hybrid, max_tokens, operat
                 cache.crop(-argument)
             except RollbackError:
                 assert not (recording and keep >= cropped_at)
-                assert history.shape[1] > WINDOW
+                assert longest > WINDOW
             else:
                 history, cropped_at = history[:, :keep], keep
         elif name == "reorder":
@@ -274,6 +276,7 @@ def test_any_sequence_of_operations_keeps_the_history(hybrid, max_tokens, operat
             cache = copy.deepcopy(cache)
         elif name == "pickle":
             cache = pickle.loads(pickle.dumps(cache))
+        longest = longest if history.shape[1] else 0
         assert lengths(cache) == [history.shape[1]] * 3
 
 
@@ -948,6 +951,7 @@ def test_generate_still_knows_which_arguments_the_model_takes():
 
 
 @every_family
+@pytest.mark.filterwarnings("ignore:`past_key_values`:FutureWarning")
 def test_a11_a_mask_of_the_wrong_length_is_refused(models, family):
     """A11: cache of 6, one new id and a mask of 6 is an error that names all three; a mask of 7 is right."""
     model, ids = models[family], ids_of(7)

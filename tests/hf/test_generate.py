@@ -332,6 +332,8 @@ def test_d5_with_embeddings(models, family):
         new = generate(model, None, cache, inputs_embeds=embeds, max_new_tokens=1)
         assert cache.get_seq_length() == 5
         assert torch.equal(new, generate(model, ids, "no", max_new_tokens=1)[:, 5:])
+    with pytest.raises(InvalidValueError, match="the cache holds 5 tokens, but the prompt has 3"):
+        generate(model, None, cache, inputs_embeds=embeds[:, :3])
 
 
 @every_family
@@ -381,6 +383,16 @@ def test_a11_chunks_of_a_prompt_that_is_already_cached_are_refused(models):
             model(ids, cache=cache)
         with pytest.raises(InvalidValueError, match="covers 0 tokens; expected 8: 6 in the cache and 2 new ones"):
             generate(model, ids, cache, prefill_chunk_size=2)
+
+
+@every_family
+def test_a_cache_together_with_use_cache_false_is_refused(models, family):
+    """transformers would run the whole text again at every step, on top of what is cached."""
+    model = models[family]
+    cache = cache_for(model)
+    with pytest.raises(InvalidValueError, match="use_cache is False, so that generate would run the whole text again"):
+        generate(model, ids_of(5), cache, use_cache=False)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}])

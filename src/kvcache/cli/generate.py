@@ -41,6 +41,9 @@ def generate(
         str, typer.Option(help="[bold]smollm2[/bold], a folder in transformers' format, a GGUF file or a hub id.")
     ] = "smollm2",
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many new tokens.", min=1)] = 128,
+    min_new_tokens: Annotated[
+        int, typer.Option(help="Do not let the model end the text before this many new tokens.", min=0)
+    ] = 0,
     dtype: Annotated[
         str, typer.Option(help="Of weights and cache: float32, bfloat16, float16 or float64.")
     ] = "float32",
@@ -99,6 +102,10 @@ def generate(
     dtype = dtype_name(check_dtype("--dtype", dtype))
     if compare and not cache:
         raise InvalidValueError("--compare runs with and without a cache; leave --no-cache out")
+    if min_new_tokens > max_new_tokens:
+        raise InvalidValueError(
+            f"--min-new-tokens is {min_new_tokens}; expected at most --max-new-tokens = {max_new_tokens}"
+        )
     if not (math.isfinite(temperature) and math.isfinite(repetition_penalty) and repetition_penalty > 0):
         raise InvalidValueError(
             f"--temperature is {temperature} and --repetition-penalty {repetition_penalty}; expected finite numbers, "
@@ -139,6 +146,7 @@ def generate(
             loaded.model,
             prompt_ids,
             max_new_tokens=min(max_new_tokens, fitting_tokens),
+            min_new_tokens=min(min_new_tokens, fitting_tokens),
             sampling=sampling,
             use_cache=use_cache,
             on_token=on_token,

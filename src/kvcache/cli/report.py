@@ -112,6 +112,7 @@ def print_comparison(console: Console, cached: Run, uncached: Run, dtype: str, t
     if cached.cache is not None:
         table.add_row("Cache", _size(cached.cache.nbytes), "none")
     console.print(table)
+    console.print()
     console.print(f"[bold]Speed-up[/bold] {uncached.total_seconds / cached.total_seconds:.2f}x in total")
     console.print(f"[bold]Tokens[/bold]   {_verdict(cached, uncached, dtype)}")
     console.print(

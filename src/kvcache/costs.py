@@ -2,8 +2,7 @@
 
 import torch
 
-from kvcache.checks import check_dtype, check_int
-from kvcache.errors import InvalidTypeError
+from kvcache.checks import check_bool, check_dtype, check_int
 
 
 def count_qkv_projections(prompt_len: int, gen_len: int, use_cache: bool) -> dict[str, int | bool]:
@@ -35,8 +34,7 @@ def count_qkv_projections(prompt_len: int, gen_len: int, use_cache: bool) -> dic
     """
     prompt_len = check_int("prompt_len", prompt_len, minimum=0)
     gen_len = check_int("gen_len", gen_len, minimum=0)
-    if not isinstance(use_cache, bool):
-        raise InvalidTypeError(f"use_cache is a {type(use_cache).__name__} ({use_cache!r}); expected a bool")
+    check_bool("use_cache", use_cache)
     tokens = prompt_len + gen_len if use_cache else gen_len * prompt_len + gen_len * (gen_len + 1) // 2
     return {"total_projections": 3 * tokens, "with_cache": use_cache}
 

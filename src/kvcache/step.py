@@ -11,13 +11,11 @@ import array_api_compat
 import array_api_compat.torch
 import torch
 
-from kvcache.checks import FLOATING_DTYPES, check_shape, dtype_name
+from kvcache.checks import check_floating, check_shape, dtype_name
 from kvcache.errors import InvalidTypeError, InvalidValueError
 
 Array: TypeAlias = Any
 """An array of any library that follows the array API standard; the standard has no class for it."""
-
-FLOATING_NAMES = tuple(dtype_name(dtype) for dtype in FLOATING_DTYPES)
 
 
 def kv_cache_step(cached_K: Array, cached_V: Array, new_q: Array, new_k: Array, new_v: Array) -> dict[str, Array]:
@@ -57,8 +55,7 @@ def kv_cache_step(cached_K: Array, cached_V: Array, new_q: Array, new_k: Array, 
     >>> step["updated_V"].tolist()
     [[1.0], [2.0], [3.0]]
     """
-    _check_arguments(cached_K=cached_K, cached_V=cached_V, new_q=new_q, new_k=new_k, new_v=new_v)
-    xp = _library("cached_K", cached_K)
+    xp = _check_arguments(cached_K=cached_K, cached_V=cached_V, new_q=new_q, new_k=new_k, new_v=new_v)
     dtype, head_dim = cached_K.dtype, cached_K.shape[1]
     wide = xp.float64 if dtype == xp.float64 else xp.float32
 
@@ -76,16 +73,15 @@ def kv_cache_step(cached_K: Array, cached_V: Array, new_q: Array, new_k: Array, 
         return {"output": xp.astype(output, dtype, copy=False), "updated_K": updated_K, "updated_V": updated_V}
 
 
-def _check_arguments(**arrays: Array) -> None:
+def _check_arguments(**arrays: Array) -> Any:
+    """Check the five arrays and return the namespace of their library."""
     libraries = {name: _library(name, array) for name, array in arrays.items()}
     first, library = arrays["cached_K"], libraries["cached_K"]
     check_shape("cached_K", first.shape, (None, None), "(L, D)")
     length, head_dim = first.shape
     if head_dim == 0:
         raise InvalidValueError(f"cached_K has shape {tuple(first.shape)}; expected (L, D) with D >= 1")
-    if _name(first.dtype) not in FLOATING_NAMES:
-        expected = ", ".join(FLOATING_NAMES)
-        raise InvalidTypeError(f"cached_K has dtype {_name(first.dtype)}; expected one of {expected}")
+    check_floating("cached_K", first.dtype)
 
     for name, array in arrays.items():
         if libraries[name] is not library:
@@ -94,11 +90,12 @@ def _check_arguments(**arrays: Array) -> None:
         rows, letters = (length, "(L, D)") if name.startswith("cached") else (1, "(1, D)")
         check_shape(name, array.shape, (rows, head_dim), letters)
         if array.dtype != first.dtype:
-            dtype, expected = _name(array.dtype), _name(first.dtype)
+            dtype, expected = dtype_name(array.dtype), dtype_name(first.dtype)
             raise InvalidTypeError(f"{name} has dtype {dtype}; expected {expected}, as for cached_K")
         device, expected_device = getattr(array, "device", None), getattr(first, "device", None)
         if None not in (device, expected_device) and device != expected_device:  # None: traced by JAX
             raise InvalidValueError(f"{name} is on {device}; expected {expected_device}, as for cached_K")
+    return library
 
 
 def _library(name: str, array: Array) -> Any:
@@ -107,10 +104,6 @@ def _library(name: str, array: Array) -> Any:
     if not array_api_compat.is_array_api_obj(array):
         raise InvalidTypeError(f"{name} is a {type(array).__name__}; expected an array, such as a numpy.ndarray")
     return array_api_compat.array_namespace(array)
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).rpartition(".")[2]
 
 
 def _without_autocast(array: Array) -> AbstractContextManager[Any]:

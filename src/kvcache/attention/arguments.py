@@ -1,12 +1,12 @@
 """The arguments of one attention call, checked once, in the form that every kernel takes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 
-from kvcache.checks import check_float, check_int, check_int_tensor, check_tensor
+from kvcache.checks import check_bool, check_float, check_int, check_int_tensor, check_range, check_tensor
 from kvcache.errors import InvalidTypeError, InvalidValueError
 
 IntTensorLike = torch.Tensor | Sequence[Any]
@@ -101,10 +101,10 @@ def check_arguments(
     length_tensor = start_tensor = None
     if lengths is not None:
         length_tensor = check_int_tensor("lengths", lengths, (batch,), "(B,)", q.device)
-        _check_range("lengths", length_tensor, 0, num_slots)
+        check_range("lengths", length_tensor, 0, num_slots)
     if starts is not None:
         start_tensor = check_int_tensor("starts", starts, (batch,), "(B,)", q.device)
-        _check_range("starts", start_tensor, 0, None)
+        check_range("starts", start_tensor, 0)
     if window is not None:
         window = check_int("window", window, minimum=1)
     sinks = check_int("sinks", sinks, minimum=0)
@@ -115,15 +115,20 @@ def check_arguments(
             raise InvalidValueError(f"softcap is {softcap}; expected a number > 0")
     if sink_logits is not None:
         check_tensor("sink_logits", sink_logits, (heads,), "(H,)", q.device)
-    if not isinstance(return_lse, bool):
-        raise InvalidTypeError(f"return_lse is a {type(return_lse).__name__}; expected a bool")
+    check_bool("return_lse", return_lse)
     return AttentionArguments(
         q, k, v, table, length_tensor, start_tensor, window, sinks, scale, softcap, sink_logits, return_lse
     )
 
 
-def check_parts(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> None:
-    """Check the partial results that `merge_attention` is given."""
+def check_parts(
+    outputs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Check the partial results that `merge_attention` is given and return them as lists."""
+    for name, parts in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(parts, Iterable):
+            raise InvalidTypeError(f"{name} is a {type(parts).__name__}; expected a sequence of tensors")
+    outputs, lses = list(outputs), list(lses)
     if len(outputs) == 0 or len(outputs) != len(lses):
         raise InvalidValueError(
             f"outputs has {len(outputs)} parts and lses has {len(lses)}; expected as many of each, at least 1"
@@ -134,13 +139,4 @@ def check_parts(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -
         check_tensor(f"lses[{index}]", lse, first.shape[:3], "(B, H, T)", first.device)
         if output.dtype != first.dtype:
             raise InvalidTypeError(f"outputs[{index}] has dtype {output.dtype}; expected {first.dtype}")
-
-
-def _check_range(name: str, values: torch.Tensor, low: int, high: int | None) -> None:
-    if values.numel() == 0:
-        return
-    smallest, largest = (int(bound) for bound in torch.aminmax(values))
-    if smallest < low or (high is not None and largest > high):
-        bad = smallest if smallest < low else largest
-        allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise InvalidValueError(f"{name} holds {bad}; expected every entry {allowed}")
+    return outputs, lses

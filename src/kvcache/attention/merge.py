@@ -31,9 +31,9 @@ def merge_attention(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor
     >>> torch.allclose(merged, attend(q, k, v), atol=1e-6)
     True
     """
-    outputs, lses = list(outputs), list(lses)
     check_parts(outputs, lses)
-    dtype = torch.promote_types(lses[0].dtype, torch.float32)
+    wide = any(part.dtype == torch.float64 for part in (*outputs, *lses))
+    dtype = torch.float64 if wide else torch.float32
     lse_parts = torch.stack([lse.to(dtype) for lse in lses])  # (P, B, H, T)
     output_parts = torch.stack([output.to(dtype) for output in outputs])  # (P, B, H, T, Dv)
     lse = torch.logsumexp(lse_parts, dim=0)

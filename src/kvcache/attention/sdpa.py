@@ -8,27 +8,54 @@ from kvcache.attention.visibility import visible_slots
 
 
 def sdpa_applies(arguments: AttentionArguments) -> bool:
-    """Whether every row of the batch sees the same contiguous run of slots and SDPA knows all options."""
-    q, k, v = arguments.q, arguments.k, arguments.v
-    same_for_all_rows = arguments.block_table is None and arguments.lengths is None and arguments.starts is None
+    """Whether each sequence sees one contiguous run of slots and SDPA knows all options."""
+    k, v = arguments.k, arguments.v
     contiguous_run = arguments.window is None or arguments.sinks == 0 or arguments.window >= k.shape[2]
     plain_scores = arguments.softcap is None and arguments.sink_logits is None and not arguments.return_lse
     # With Dv != D SDPA leaves its fused kernels, and 16-bit inputs are then accumulated in 16 bits.
-    fused = q.dtype == k.dtype == v.dtype and k.shape[-1] == v.shape[-1]
-    every_query_sees_something = 0 < q.shape[2] <= k.shape[2] and q.numel() > 0
-    return same_for_all_rows and contiguous_run and plain_scores and fused and every_query_sees_something
+    fused = k.shape[-1] == v.shape[-1]
+    return arguments.block_table is None and contiguous_run and plain_scores and fused
 
 
 def sdpa_attention(arguments: AttentionArguments) -> torch.Tensor:
     """Return the output (B, H, T, D) for arguments that `sdpa_applies` to."""
-    q, k, v, window = arguments.q, arguments.k, arguments.v, arguments.window
-    batch, heads, num_queries, head_dim = q.shape
+    dtype = torch.promote_types(torch.promote_types(arguments.q.dtype, arguments.k.dtype), arguments.v.dtype)
+    q, k, v = (_with_safe_strides(tensor.to(dtype)) for tensor in (arguments.q, arguments.k, arguments.v))
+    if arguments.lengths is None and arguments.starts is None:
+        output = _last_queries(q, k, v, arguments.window, arguments.scale)
+    else:
+        # Slicing each row to what it may see needs no mask, copies nothing, and reads no slot that must not be read.
+        batch, _, num_slots, _ = k.shape
+        lengths = [num_slots] * batch if arguments.lengths is None else arguments.lengths.tolist()
+        starts = [0] * batch if arguments.starts is None else arguments.starts.tolist()
+        rows = [
+            _last_queries(
+                q[row : row + 1],
+                k[row : row + 1, :, start:length],
+                v[row : row + 1, :, start:length],
+                arguments.window,
+                arguments.scale,
+            )
+            for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        ]
+        output = torch.cat(rows) if rows else torch.zeros_like(q)
+    return output.to(arguments.q.dtype)
+
+
+def _last_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float) -> torch.Tensor:
+    """Attend the last T of the S tokens in `k`, all of which may be seen; the first of T > S queries see nothing."""
+    num_queries, num_slots = q.shape[2], k.shape[2]
+    if num_queries > num_slots:
+        blind = num_queries - num_slots
+        seeing = _last_queries(q[:, :, blind:], k, v, window, scale)
+        return torch.cat([torch.zeros_like(q[:, :, :blind]), seeing], dim=2)
+    if q.numel() == 0:
+        return torch.zeros_like(q)
     if window is not None:  # slots before the first query's window are seen by nobody
-        first = max(0, k.shape[2] - num_queries - window + 1)
-        k, v = k[:, :, first:], v[:, :, first:]
-    kv_heads, num_slots = k.shape[1], k.shape[2]
-    q, k, v = _with_safe_strides(q), _with_safe_strides(k), _with_safe_strides(v)
-    scale = arguments.scale
+        first = max(0, num_slots - num_queries - window + 1)
+        k, v, num_slots = k[:, :, first:], v[:, :, first:], num_slots - first
+    batch, heads, _, head_dim = q.shape
+    kv_heads = k.shape[1]
     if num_queries == 1:
         # One query a head sees everything, so a group's query heads can be the rows of one unmasked problem:
         # twice as fast as `enable_gqa` on a CPU, which reads each key/value head once for every query head.

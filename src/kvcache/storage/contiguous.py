@@ -1,5 +1,7 @@
 """A preallocated cache that keeps every token: `(batch, heads, max_seq_len, head_dim)`, filled from the front."""
 
+from typing import Self
+
 import torch
 
 from kvcache.checks import check_int
@@ -37,7 +39,7 @@ class KVCache(LayerCache):
     torch.Size([1, 6, 1, 4])
     """
 
-    _sizes = ("max_seq_len",)
+    size_names = ("max_seq_len",)
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class KVCache(LayerCache):
         storage: torch.dtype | str | None = None,
     ) -> None:
         max_seq_len = check_int("max_seq_len", max_seq_len, minimum=0)
-        self._allocate(batch_size, num_heads, head_dim, max_seq_len, dtype, device, v_head_dim, storage)
+        super().__init__(batch_size, num_heads, head_dim, max_seq_len, dtype, device, v_head_dim, storage)
 
     @property
     def max_seq_len(self) -> int:
@@ -64,17 +66,12 @@ class KVCache(LayerCache):
         """Tokens whose rows are stored: all of them."""
         return self._seq_len
 
-    def update(self, k_new: torch.Tensor, v_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the keys and values of the next T tokens.
+    def append(self, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
+        """Store the keys and values of the next T tokens; `attend` then sees them.
 
         Args:
             k_new: (B, Hkv, T, D), any floating dtype (cast by value), on the cache's device. T may be 0.
             v_new: (B, Hkv, T, Dv), likewise.
-
-        Returns:
-            All keys (B, Hkv, seq_len, D) and values (B, Hkv, seq_len, Dv): views of the buffers, without a copy
-            (copies in `dtype` where `storage` is another one). Views show what the buffers hold: a later rollback and
-            update, or a reorder, changes them.
 
         Raises:
             CacheFullError: fewer than T tokens fit. Nothing has been stored then.
@@ -89,8 +86,35 @@ class KVCache(LayerCache):
         self.k_cache[:, :, self._seq_len : length].copy_(k_new.detach())
         self.v_cache[:, :, self._seq_len : length].copy_(v_new.detach())
         self._seq_len = length
-        k, v = self._stored_rows()
+
+    def update(self, k_new: torch.Tensor, v_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the keys and values of the next T tokens and return all of them; takes and raises what `append` does.
+
+        Returns:
+            All keys (B, Hkv, seq_len, D) and values (B, Hkv, seq_len, Dv): views of the buffers, without a copy
+            (copies in `dtype` where `storage` is another one). Views show what the buffers hold: a later rollback and
+            append, or a reorder, changes them.
+        """
+        self.append(k_new, v_new)
+        k, v = self.stored_rows()
         return self._emit(k), self._emit(v)
+
+    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all keys (B, Hkv, seq_len, D) and values, in the storage dtype: views of the buffers."""
+        return self.k_cache[:, :, : self._seq_len], self.v_cache[:, :, : self._seq_len]
+
+    def resized(self, max_seq_len: int) -> Self:
+        """Return an independent cache with the same content and room for `max_seq_len` tokens, at least `seq_len`."""
+        return self._copied_with(max_seq_len=max_seq_len)
+
+    def restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
+        """Replace the content by `seq_len` rows that `stored_rows` gave."""
+        if k.shape[2] != seq_len or seq_len > self.max_seq_len:
+            raise InvalidValueError(
+                f"state holds {k.shape[2]} rows; expected seq_len = {seq_len}, at most max_seq_len = {self.max_seq_len}"
+            )
+        self._seq_len = 0
+        self.append(k, v)
 
     def can_rollback(self, n: int) -> bool:
         """Whether the last `n` tokens can be dropped: whenever there are that many."""
@@ -100,15 +124,4 @@ class KVCache(LayerCache):
         self._seq_len = length
 
     def _visible_rows(self, num_queries: int, starts: torch.Tensor | None) -> VisibleRows:
-        return VisibleRows(*self._stored_rows(), starts)
-
-    def _stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.k_cache[:, :, : self._seq_len], self.v_cache[:, :, : self._seq_len]
-
-    def _restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
-        if k.shape[2] != seq_len or seq_len > self.max_seq_len:
-            raise InvalidValueError(
-                f"state holds {k.shape[2]} rows; expected seq_len = {seq_len}, at most max_seq_len = {self.max_seq_len}"
-            )
-        self._seq_len = 0
-        self.update(k, v)
+        return VisibleRows(*self.stored_rows(), starts)

@@ -5,17 +5,24 @@ code runs over every class. Each operation checks everything before it changes a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self, Unpack, overload
 
 import torch
 
 from kvcache.attention import attend
 from kvcache.attention.arguments import IntTensorLike, ScoreOptions
-from kvcache.checks import check_device, check_dtype, check_int, check_int_tensor, check_tensor, dtype_name
-from kvcache.errors import InvalidTypeError, InvalidValueError, RollbackError
-
-STATE_VERSION = 1
+from kvcache.checks import (
+    check_device,
+    check_dtype,
+    check_int,
+    check_int_tensor,
+    check_range,
+    check_tensor,
+    dtype_name,
+)
+from kvcache.errors import InvalidValueError, RollbackError
+from kvcache.storage.state import cache_from_state, meta_state_of, state_of
 
 
 class VisibleRows(NamedTuple):
@@ -31,18 +38,18 @@ class VisibleRows(NamedTuple):
 class LayerCache(ABC):
     """The keys and values of one layer; see `KVCache` and `SlidingWindowCache`."""
 
-    # The constructor's own sizes, which a state cannot be rebuilt without and its tensors do not tell.
-    _sizes: ClassVar[tuple[str, ...]]
+    size_names: ClassVar[tuple[str, ...]]
+    """The constructor's sizes that the buffers' shapes do not tell."""
 
     k_cache: torch.Tensor  # (B, Hkv, rows, D), in the storage dtype
     v_cache: torch.Tensor  # (B, Hkv, rows, Dv)
 
-    def _allocate(
+    def __init__(
         self,
         batch_size: int,
         num_heads: int,
         head_dim: int,
-        rows: int,
+        num_rows: int,
         dtype: torch.dtype | str,
         device: torch.device | str,
         v_head_dim: int | None,
@@ -53,12 +60,14 @@ class LayerCache(ABC):
         head_dim = check_int("head_dim", head_dim, minimum=1)
         v_head_dim = head_dim if v_head_dim is None else check_int("v_head_dim", v_head_dim, minimum=1)
         self._dtype = check_dtype("dtype", dtype)
-        stored_dtype = self._dtype if storage is None else check_dtype("storage", storage)
-        device = check_device("device", device)
+        options: dict[str, Any] = {
+            "dtype": self._dtype if storage is None else check_dtype("storage", storage),
+            "device": check_device("device", device),
+        }
         # A buffer made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self.k_cache = torch.zeros(batch_size, num_heads, rows, head_dim, dtype=stored_dtype, device=device)
-            self.v_cache = torch.zeros(batch_size, num_heads, rows, v_head_dim, dtype=stored_dtype, device=device)
+            self.k_cache = torch.zeros(batch_size, num_heads, num_rows, head_dim, **options)
+            self.v_cache = torch.zeros(batch_size, num_heads, num_rows, v_head_dim, **options)
         self._seq_len = 0
 
     @property
@@ -82,6 +91,11 @@ class LayerCache(ABC):
         return self.v_cache.shape[3]
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The constructor's sizes that the buffers' shapes do not tell, by name."""
+        return {name: getattr(self, name) for name in self.size_names}
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the keys and values that come out."""
         return self._dtype
@@ -102,6 +116,16 @@ class LayerCache(ABC):
         return self.k_cache.nbytes + self.v_cache.nbytes
 
     @property
+    def token_nbytes(self) -> int:
+        """Bytes that one token's row takes, over the whole batch."""
+        return self.batch_size * self.num_heads * (self.head_dim + self.v_head_dim) * self.k_cache.itemsize
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of the rows that hold tokens."""
+        return self.stored_len * self.token_nbytes
+
+    @property
     def seq_len(self) -> int:
         """Tokens seen so far, which is the position of the next one."""
         return self._seq_len
@@ -116,8 +140,24 @@ class LayerCache(ABC):
         """Tokens whose rows are still stored."""
 
     @abstractmethod
+    def append(self, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
+        """Store the keys (B, Hkv, T, D) and values (B, Hkv, T, Dv) of the next T tokens, for `attend` to see."""
+
+    @abstractmethod
     def update(self, k_new: torch.Tensor, v_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the keys (B, Hkv, T, D) and values (B, Hkv, T, Dv) of the next T tokens."""
+        """Append, and return the keys and values that the T tokens' queries may see, in order of position."""
+
+    @abstractmethod
+    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stored keys (B, Hkv, stored_len, D) and values, in order of position, in the storage dtype."""
+
+    @abstractmethod
+    def restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
+        """Replace the content by what `stored_rows` of an equally shaped cache gave when it had seen `seq_len` tokens.
+
+        Raises:
+            InvalidValueError: the rows do not fit `seq_len` and the cache's sizes; nothing has changed.
+        """
 
     @abstractmethod
     def can_rollback(self, n: int) -> bool:
@@ -131,14 +171,6 @@ class LayerCache(ABC):
     def _visible_rows(self, num_queries: int, starts: torch.Tensor | None) -> VisibleRows:
         """Return what the queries of the last `num_queries` tokens attend over."""
 
-    @abstractmethod
-    def _stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stored rows (B, Hkv, stored_len, D) and (..., Dv) in order of position."""
-
-    @abstractmethod
-    def _restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
-        """Fill a new cache with the rows that `_stored_rows` gave at length `seq_len`."""
-
     @overload
     def attend(
         self, q: torch.Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[ScoreOptions]
@@ -147,6 +179,10 @@ class LayerCache(ABC):
     def attend(
         self, q: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[ScoreOptions]
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @overload
+    def attend(
+        self, q: torch.Tensor, *, return_lse: bool, **options: Unpack[ScoreOptions]
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
     def attend(
         self,
         q: torch.Tensor,
@@ -157,7 +193,7 @@ class LayerCache(ABC):
         sink_logits: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attend the queries of the last T tokens over what is stored; call it after their `update`.
+        """Attend the queries of the last T tokens over what is stored; call it after their `append`.
 
         Args:
             q: (B, H, T, D) with H a multiple of `num_heads` and T at most `seq_len`; any floating dtype.
@@ -179,9 +215,7 @@ class LayerCache(ABC):
         num_queries = q.shape[2]
         if num_queries > self._seq_len:
             raise InvalidValueError(f"q has T = {num_queries} queries; expected at most seq_len = {self._seq_len}")
-        if starts is not None:
-            starts = check_int_tensor("starts", starts, (self.batch_size,), "(B,)", self.device)
-        rows = self._visible_rows(num_queries, starts)
+        rows = self._visible_rows(num_queries, None if starts is None else self._check_starts(starts))
         k, v = rows.k, rows.v
         if torch.is_grad_enabled() and q.requires_grad:
             k, v = k.clone(), v.clone()  # backward needs the rows of this step, whatever is stored by then
@@ -198,25 +232,22 @@ class LayerCache(ABC):
             return_lse=return_lse,
         )
 
-    def next_positions(self, num_tokens: int, starts: IntTensorLike | None = None) -> torch.Tensor:
-        """Return the positions (B, T) of the next `num_tokens` tokens, int64, for rotary or learned embeddings.
+    def next_positions(self, T: int, starts: IntTensorLike | None = None) -> torch.Tensor:  # noqa: N803
+        """Return the positions (B, T) of the next T tokens, int64, for rotary or learned embeddings.
 
         With left padding `starts` (B,) says where each row's first real token sits; positions count from there, and
-        padding gets position 0. The result is a snapshot: later updates do not change it.
+        padding gets position 0. The result is a snapshot: later tokens do not change it.
 
         >>> from kvcache import KVCache
         >>> KVCache(2, 1, 8, max_seq_len=8).next_positions(3, starts=[0, 2])
         tensor([[0, 1, 2],
                 [0, 0, 0]])
         """
-        num_tokens = check_int("num_tokens", num_tokens, minimum=0)
+        num_tokens = check_int("T", T, minimum=0)
         positions = torch.arange(self._seq_len, self._seq_len + num_tokens, device=self.device)
         positions = positions.expand(self.batch_size, -1)
         if starts is not None:
-            starts = check_int_tensor("starts", starts, (self.batch_size,), "(B,)", self.device)
-            if starts.min() < 0:
-                raise InvalidValueError(f"starts holds {int(starts.min())}; expected every entry >= 0")
-            positions = positions - starts[:, None]
+            positions = positions - self._check_starts(starts)[:, None]
         return positions.clamp(min=0)
 
     def rollback(self, n: int) -> None:
@@ -265,27 +296,28 @@ class LayerCache(ABC):
         n = check_int("n", n, minimum=1)
         self._rebatch(torch.arange(self.batch_size, device=self.device).repeat_interleave(n))
 
+    def to(self, device: torch.device | str) -> Self:
+        """Move the buffers to `device`, in place, and return the cache itself (as `torch.nn.Module.to` does)."""
+        target = check_device("device", device)
+        with torch.inference_mode(False):
+            k, v = self.k_cache.to(target), self.v_cache.to(target)
+        self.rollback(0)  # drops what lives outside the buffers
+        self.k_cache, self.v_cache = k, v
+        return self
+
     def copy(self) -> Self:
         """Return an independent cache with the same content."""
-        return self._rebuilt(*self._stored_rows())
+        return self._copied_with()
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
         """The stored rows, in order of position, in the storage dtype: contiguous copies `"k"` and `"v"`."""
-        k, v = self._stored_rows()
-        return {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in (("k", k), ("v", v))}
+        return state_of(self)
 
     @property
     def meta_state(self) -> dict[str, Any]:
         """What `from_state` needs beside the tensors: plain strings and ints."""
-        sizes = {name: getattr(self, name) for name in self._sizes}
-        return {
-            "type": type(self).__name__,
-            "version": STATE_VERSION,
-            "dtype": dtype_name(self.dtype),
-            "seq_len": self._seq_len,
-            **sizes,
-        }
+        return meta_state_of(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, torch.Tensor], meta_state: Mapping[str, Any]) -> Self:
@@ -297,46 +329,11 @@ class LayerCache(ABC):
 
         >>> from kvcache import KVCache
         >>> cache = KVCache(1, 1, 2, max_seq_len=4)
-        >>> _ = cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
+        >>> cache.append(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
         >>> KVCache.from_state(cache.state, cache.meta_state).seq_len
         3
         """
-        expected = {"type", "version", "dtype", "seq_len", *cls._sizes}
-        if set(state) != {"k", "v"}:
-            raise InvalidValueError(f"state has the entries {sorted(state)}; expected ['k', 'v']")
-        if meta_state.get("type") != cls.__name__ or meta_state.get("version") != STATE_VERSION:
-            raise InvalidValueError(
-                f"meta_state is of type {meta_state.get('type')!r}, version {meta_state.get('version')!r}; "
-                f"expected {cls.__name__!r}, version {STATE_VERSION}"
-            )
-        if set(meta_state) != expected:
-            raise InvalidValueError(f"meta_state has the entries {sorted(meta_state)}; expected {sorted(expected)}")
-        k = check_tensor("state['k']", state["k"], (None, None, None, None), "(B, Hkv, stored_len, D)")
-        v = check_tensor("state['v']", state["v"], (*k.shape[:3], None), "(B, Hkv, stored_len, Dv)", k.device)
-        if k.dtype != v.dtype:
-            raise InvalidTypeError(f"state['k'] has dtype {k.dtype} and state['v'] {v.dtype}; expected one dtype")
-        constructor: Callable[..., Self] = cls
-        cache = constructor(
-            batch_size=k.shape[0],
-            num_heads=k.shape[1],
-            head_dim=k.shape[3],
-            v_head_dim=v.shape[3],
-            dtype=meta_state["dtype"],
-            storage=k.dtype,
-            device=k.device,
-            **{name: meta_state[name] for name in cls._sizes},
-        )
-        cache._restore(k, v, check_int("meta_state['seq_len']", meta_state["seq_len"], minimum=0))
-        return cache
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the buffers to `device`, in place, and return the cache itself (as `torch.nn.Module.to` does)."""
-        target = check_device("device", device)
-        with torch.inference_mode(False):
-            k, v = self.k_cache.to(target), self.v_cache.to(target)
-        self._shorten(self._seq_len)  # drops what lives outside the buffers
-        self.k_cache, self.v_cache = k, v
-        return self
+        return cache_from_state(cls, state, meta_state)
 
     def __copy__(self) -> Self:
         return self.copy()  # sharing the buffers would let one copy overwrite the other's rows
@@ -348,7 +345,7 @@ class LayerCache(ABC):
         return type(self).from_state, (self.state, self.meta_state)
 
     def __repr__(self) -> str:
-        sizes = "".join(f"{name}={getattr(self, name)}, " for name in self._sizes)
+        sizes = "".join(f"{name}={size}, " for name, size in self.sizes.items())
         storage = "" if self.storage == dtype_name(self.dtype) else f"storage={self.storage}, "
         v_head_dim = "" if self.v_head_dim == self.head_dim else f"v_head_dim={self.v_head_dim}, "
         return (
@@ -358,41 +355,39 @@ class LayerCache(ABC):
         )
 
     def _check_new_rows(self, k_new: torch.Tensor, v_new: torch.Tensor) -> int:
-        """Check what `update` is given and return the number of new tokens."""
-        check_tensor(
-            "k_new", k_new, (self.batch_size, self.num_heads, None, self.head_dim), "(B, Hkv, T, D)", self.device
-        )
+        """Check what `append` is given and return the number of new tokens."""
+        batch_heads = self.batch_size, self.num_heads
+        check_tensor("k_new", k_new, (*batch_heads, None, self.head_dim), "(B, Hkv, T, D)", self.device)
         num_tokens = k_new.shape[2]
-        check_tensor(
-            "v_new",
-            v_new,
-            (self.batch_size, self.num_heads, num_tokens, self.v_head_dim),
-            "(B, Hkv, T, Dv)",
-            self.device,
-        )
+        check_tensor("v_new", v_new, (*batch_heads, num_tokens, self.v_head_dim), "(B, Hkv, T, Dv)", self.device)
         return num_tokens
+
+    def _check_starts(self, starts: IntTensorLike) -> torch.Tensor:
+        checked = check_int_tensor("starts", starts, (self.batch_size,), "(B,)", self.device)
+        check_range("starts", checked, 0)
+        return checked
 
     def _check_batch_index(self, index: IntTensorLike) -> torch.Tensor:
         rows = check_int_tensor("index", index, (None,), "(rows,)", self.device)
         if rows.numel() == 0:
             raise InvalidValueError("index is empty; expected at least one row of the batch")
-        smallest, largest = (int(bound) for bound in torch.aminmax(rows))
-        if smallest < 0 or largest >= self.batch_size:
-            bad = smallest if smallest < 0 else largest
-            raise InvalidValueError(f"index holds {bad}; expected rows in [0, {self.batch_size})")
+        check_range("index", rows, 0, self.batch_size - 1)
         return rows
-
-    def _rebuilt(self, k: torch.Tensor, v: torch.Tensor) -> Self:
-        with torch.inference_mode(False), torch.no_grad():
-            return type(self).from_state({"k": k, "v": v}, self.meta_state)
 
     def _rebatch(self, index: torch.Tensor) -> None:
         """Let row i of the batch become what row `index[i]` holds, in the same buffers where the batch size stays."""
-        k, v = (rows.index_select(0, index) for rows in self._stored_rows())
-        if len(index) == self.batch_size:
-            self._restore(k, v, self._seq_len)
-        else:
-            self.__dict__.update(self._rebuilt(k, v).__dict__)
+        k, v = (rows.index_select(0, index) for rows in self.stored_rows())
+        if len(index) != self.batch_size:
+            with torch.inference_mode(False):
+                self.k_cache, self.v_cache = (
+                    cache.new_zeros(len(index), *cache.shape[1:]) for cache in (self.k_cache, self.v_cache)
+                )
+        self.restore(k, v, self._seq_len)
+
+    def _copied_with(self, **sizes: int) -> Self:
+        """Return an independent cache with the same content and other sizes."""
+        k, v = self.stored_rows()
+        return cache_from_state(type(self), {"k": k, "v": v}, self.meta_state | sizes)
 
     def _emit(self, rows: torch.Tensor) -> torch.Tensor:
         """Return stored rows as they come out: themselves, or a copy in `dtype` where storage differs."""

@@ -8,7 +8,7 @@ The ring holds `slack` tokens more than the window, so that this many can be rol
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -54,7 +54,7 @@ class SlidingWindowCache(LayerCache):
     (8, 5, [0, 1, 5, 6, 7])
     """
 
-    _sizes = ("window", "sinks", "slack")
+    size_names = ("window", "sinks", "slack")
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class SlidingWindowCache(LayerCache):
         self.window = check_int("window", window, minimum=1)
         self.sinks = check_int("sinks", sinks, minimum=0)
         self.slack = check_int("slack", slack, minimum=0)
-        rows = self.sinks + self.window + self.slack
-        self._allocate(batch_size, num_heads, head_dim, rows, dtype, device, v_head_dim, storage)
+        num_rows = self.sinks + self.window + self.slack
+        super().__init__(batch_size, num_heads, head_dim, num_rows, dtype, device, v_head_dim, storage)
         self._first = self.sinks  # the lowest position in the ring
         self._step: _Step | None = None
 
@@ -89,35 +89,70 @@ class SlidingWindowCache(LayerCache):
         sinks = torch.arange(min(self.sinks, self._seq_len), device=self.device)
         return torch.cat([sinks, torch.arange(self._first, max(self._first, self._seq_len), device=self.device)])
 
-    def update(self, k_new: torch.Tensor, v_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the keys and values of the next T tokens.
+    def append(self, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
+        """Store the keys and values of the next T tokens; `attend` then sees them.
 
         Args:
             k_new: (B, Hkv, T, D), any floating dtype (cast by value), on the cache's device. T may be 0.
             v_new: (B, Hkv, T, Dv), likewise.
 
-        Returns:
-            Copies of the keys and values that the T queries may see, in order of position: the sinks, up to
-            `window - 1` tokens before the new ones, and the new ones. With S of them, query t of the step sees the
-            slots that `attend(..., window=window, sinks=sinks)` lets it see.
-
         Raises:
             InvalidValueError, InvalidTypeError: a shape, dtype or device does not fit; nothing has been stored.
         """
         num_tokens = self._check_new_rows(k_new, v_new)
-        old_length, length = self._seq_len, self._seq_len + num_tokens
-        first_visible = self._first_visible(old_length)
+        if num_tokens == 0:
+            return
+        length = self._seq_len + num_tokens
+        first_visible = self._first_visible(self._seq_len)
+        first = max(self._first, length - (self.window + self.slack))
         k_new, v_new = k_new.detach().to(self.k_cache.dtype), v_new.detach().to(self.v_cache.dtype)
-        with torch.no_grad():
-            k = torch.cat([*self._pieces(self.k_cache, first_visible), k_new], dim=2)
-            v = torch.cat([*self._pieces(self.v_cache, first_visible), v_new], dim=2)
-        if num_tokens > 0:
-            self._write(k_new, v_new, old_length)
-            self._first = max(self._first, length - (self.window + self.slack))
-            self._seq_len = length
-            # The step's own queries may see rows that the step itself has pushed out of the store.
-            self._step = _Step(k, v, first_visible) if first_visible < self._first else None
+        step = None
+        if first_visible < first:  # the step's own queries see rows that the step itself pushes out of the store
+            k, v = self._ordered(first_visible)
+            step = _Step(torch.cat([k, k_new], dim=2), torch.cat([v, v_new], dim=2), first_visible)
+        self._write(k_new, v_new, self._seq_len)
+        self._seq_len, self._first, self._step = length, first, step
+
+    def update(self, k_new: torch.Tensor, v_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the keys and values of the next T tokens; takes and raises what `append` does.
+
+        Returns:
+            Copies of the keys and values that the T queries may see, in order of position: the sinks, up to
+            `window - 1` tokens before the new ones, and the new ones. With S of them, query t of the step sees the
+            slots that `attend(..., window=window, sinks=sinks)` lets it see.
+        """
+        first_visible = self._first_visible(self._seq_len)
+        self.append(k_new, v_new)
+        k, v = self._ordered(first_visible)
         return self._emit(k), self._emit(v)
+
+    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the stored keys (B, Hkv, stored_len, D) and values, in order of position."""
+        return self._ordered(self._first)
+
+    def resized(self, *, window: int | None = None, slack: int | None = None) -> Self:
+        """Return an independent cache with the same content and another window or slack.
+
+        Raises:
+            InvalidValueError: a larger window would see tokens that are no longer stored.
+        """
+        window, slack = self.window if window is None else window, self.slack if slack is None else slack
+        return self._copied_with(window=window, slack=slack)
+
+    def restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
+        """Replace the content by what `stored_rows` of an equally shaped cache gave after `seq_len` tokens."""
+        sinks = min(self.sinks, seq_len)
+        first = seq_len - (k.shape[2] - sinks)
+        if k.shape[2] < sinks or not sinks <= first <= self._first_visible(seq_len):
+            raise InvalidValueError(
+                f"state holds {k.shape[2]} rows; that does not fit seq_len = {seq_len}, window = {self.window}, "
+                f"sinks = {self.sinks}"
+            )
+        self._write(k[:, :, :sinks], v[:, :, :sinks], 0)
+        self._write(k[:, :, sinks:], v[:, :, sinks:], first)
+        self._seq_len = seq_len
+        self._first = max(first, self.sinks, seq_len - (self.window + self.slack))
+        self._step = None
 
     def can_rollback(self, n: int) -> bool:
         """Whether the last `n` tokens can be dropped; once full this holds at least for n <= slack + 1."""
@@ -140,16 +175,15 @@ class SlidingWindowCache(LayerCache):
         if num_queries <= 1 and starts is None and self._all_stored_rows_visible(first_visible):
             # One query sees them all, so their order in the ring does not matter and nothing is copied.
             return VisibleRows(self.k_cache[:, :, : self.stored_len], self.v_cache[:, :, : self.stored_len])
-        if self._step is not None and first_visible >= self._step.first:
-            k, v, first_visible = self._step
-        elif first_visible >= self._first:
-            k, v = (torch.cat([*self._pieces(cache, first_visible)], dim=2) for cache in (self.k_cache, self.v_cache))
-        else:
-            raise InvalidValueError(
-                f"q has T = {num_queries} queries, the first of which sees tokens from position {first_visible} on; "
-                f"stored are those from {self._first} on; attend right after the step's update, or create the cache "
-                f"with slack >= {self.slack + self._first - first_visible}"
-            )
+        if first_visible < self._first:
+            if self._step is None or first_visible < self._step.first:
+                raise InvalidValueError(
+                    f"q has T = {num_queries} queries, the first of which sees tokens from position {first_visible} "
+                    f"on; stored are those from {self._first} on; attend right after the step's append, or create the "
+                    f"cache with slack >= {self.slack + self._first - first_visible}"
+                )
+            first_visible = self._step.first
+        k, v = self._ordered(first_visible)
         return VisibleRows(k, v, self._starts_in_slots(starts, first_visible), self.window, self.sinks)
 
     def _all_stored_rows_visible(self, first_visible: int) -> bool:
@@ -169,8 +203,19 @@ class SlidingWindowCache(LayerCache):
             )
         return None
 
+    def _ordered(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the sinks and of the rows from position `first` on, in order."""
+        if first < self._first:
+            assert self._step is not None
+            assert self._step.first == first
+            return self._step.k, self._step.v
+        k, v = (
+            torch.cat([cache[:, :, :0], *self._pieces(cache, first)], dim=2) for cache in (self.k_cache, self.v_cache)
+        )
+        return k, v
+
     def _pieces(self, cache: torch.Tensor, first: int) -> Iterator[torch.Tensor]:
-        """Yield views of the sinks and of the positions from `first` on, in order."""
+        """Yield views of the sinks and of the rows from position `first` on, in order."""
         for start, stop in ((0, min(self.sinks, self._seq_len)), (first, self._seq_len)):
             for slots in self._slots(start, stop):
                 yield cache[:, :, slots]
@@ -198,25 +243,3 @@ class SlidingWindowCache(LayerCache):
                 self.k_cache[:, :, slots].copy_(k[:, :, rows])
                 self.v_cache[:, :, slots].copy_(v[:, :, rows])
                 position += run
-
-    def _stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.no_grad():
-            k, v = (
-                torch.cat([cache[:, :, :0], *self._pieces(cache, self._first)], dim=2)
-                for cache in (self.k_cache, self.v_cache)
-            )
-        return k, v
-
-    def _restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
-        sinks = min(self.sinks, seq_len)
-        first = seq_len - (k.shape[2] - sinks)
-        if k.shape[2] < sinks or not sinks <= first <= self._first_visible(seq_len):
-            raise InvalidValueError(
-                f"state holds {k.shape[2]} rows; that does not fit seq_len = {seq_len}, window = {self.window}, "
-                f"sinks = {self.sinks}"
-            )
-        self._write(k[:, :, :sinks], v[:, :, :sinks], 0)
-        self._write(k[:, :, sinks:], v[:, :, sinks:], first)
-        self._seq_len = seq_len
-        self._first = max(first, self.sinks, seq_len - (self.window + self.slack))
-        self._step = None

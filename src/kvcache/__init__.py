@@ -1,5 +1,7 @@
 """A KV cache for decoding transformers in PyTorch: exact, fast and checked against a run without a cache."""
 
+from typing import Any
+
 from kvcache.attention import attend, merge_attention
 from kvcache.costs import cache_nbytes, count_qkv_projections
 from kvcache.errors import (
@@ -30,3 +32,12 @@ __all__ = [
     "kv_cache_step",
     "merge_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `kvcache.hf`, and transformers with it, when it is first asked for."""
+    if name == "hf":
+        import kvcache.hf
+
+        return kvcache.hf
+    raise AttributeError(f"module 'kvcache' has no attribute {name!r}")

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections import Counter
-from typing import Self
+from typing import Any, Self
 
 import torch
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
@@ -35,6 +35,58 @@ class ModelCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all buffers, used rows and free ones."""
         return sum(layer.rows.nbytes for layer in self.layers if layer.rows is not None)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of the rows that hold tokens."""
+        return sum(layer.rows.stored_nbytes for layer in self.layers if layer.rows is not None)
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes that one token's rows take in all layers, over the whole batch; 0 before the first update."""
+        return sum(layer.rows.token_nbytes for layer in self.layers if layer.rows is not None)
+
+    def attach(self, model: PreTrainedModel) -> Self:
+        """Say to which model a loaded cache belongs, and return it; weights are not compared.
+
+        Raises:
+            InvalidTypeError, InvalidValueError: the model is none, or its layers are of other kinds.
+        """
+        kinds = [layer.kind for layer in self.layers]
+        expected = [layer.kind for layer in _layers(_decoder_config(model), None, None)]
+        if kinds != expected:
+            raise InvalidValueError(f"the cache has layers of the kinds {kinds}; the model's are {expected}")
+        self.guard = guard_model(model)
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append one layer's keys and values, as transformers' models do; see `StoredLayer.update`.
+
+        Raises:
+            InvalidValueError: the cache was loaded and is not attached to a model yet; and what the layer raises.
+        """
+        if not self.guard.attached:
+            raise InvalidValueError("a loaded cache belongs to no model yet; call cache.attach(model) first")
+        return super().update(*args, **kwargs)
+
+    def drop_unfinished(self) -> None:
+        """Take back what a forward that was interrupted left in some of the layers.
+
+        Raises:
+            InvalidValueError: a window no longer holds what it needs for that; nothing has changed.
+        """
+        lengths = [layer.get_seq_length() for layer in self.layers]
+        finished = min(lengths)
+        if finished == max(lengths):
+            return
+        unfinished = [layer for layer in self.layers if layer.get_seq_length() > finished]
+        if not all(layer.can_crop(finished - layer.get_seq_length()) for layer in unfinished):
+            raise InvalidValueError(
+                f"a forward was interrupted: layers hold between {finished} and {max(lengths)} tokens, and a window no "
+                "longer holds what it needs to go back; reset() the cache and give the whole text again"
+            )
+        for layer in unfinished:
+            layer.crop(finished - layer.get_seq_length())
 
     def known_tokens(self) -> torch.Tensor | None:
         """Return the ids (B, seq_len) of the stored tokens, None where a forward has not told them all."""
@@ -89,10 +141,7 @@ class ModelCache(Cache):
         return copy.deepcopy(self)  # sharing the buffers would let one copy overwrite the other's rows
 
     def __repr__(self) -> str:
-        kinds = Counter(
-            f"sliding (window {layer.sliding_window})" if isinstance(layer, WindowLayer) else "full"
-            for layer in self.layers
-        )
+        kinds = Counter(layer.kind for layer in self.layers)
         layers = " + ".join(f"{count} {kind}" for kind, count in kinds.items())
         return (
             f"{type(self).__name__}({layers} layers, max_tokens={self.layers[0].max_tokens}, "
@@ -115,6 +164,11 @@ class EncoderDecoderModelCache(EncoderDecoderCache):
     def nbytes(self) -> int:
         """Bytes of all buffers, used rows and free ones."""
         return self.self_attention_cache.nbytes + self.cross_attention_cache.nbytes
+
+    def attach(self, model: PreTrainedModel) -> Self:
+        """Say to which model a loaded cache belongs, and return it; see `ModelCache.attach`."""
+        self.cross_attention_cache.guard = self.self_attention_cache.attach(model).guard
+        return self
 
     def check_dynamic_cache(self, method: str) -> None:
         """Allow what transformers allows only on its own `DynamicCache`: crop, repeat and select."""
@@ -146,14 +200,9 @@ def cache_for(
         cache = kvcache.hf.cache_for(model)
         output = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), cache=cache)
     """
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise InvalidTypeError(
-            f"model is a {type(model).__name__}; expected a transformers model that can generate, for instance from "
-            "AutoModelForCausalLM.from_pretrained"
-        )
     max_tokens = None if max_tokens is None else check_int("max_tokens", max_tokens, minimum=1)
     dtype = None if storage is None else check_dtype("storage", storage)
-    config = model.config.get_text_config(decoder=True)
+    config = _decoder_config(model)
     layers = _layers(config, max_tokens, dtype)
     _warn_about_changing_positions(config, max_tokens)
     guard = guard_model(model)
@@ -161,6 +210,15 @@ def cache_for(
     if not model.config.is_encoder_decoder:
         return cache
     return EncoderDecoderModelCache(cache, ModelCache([FullLayer(None, dtype) for _ in layers], guard))
+
+
+def _decoder_config(model: Any) -> PreTrainedConfig:
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise InvalidTypeError(
+            f"model is a {type(model).__name__}; expected a transformers model that can generate, for instance from "
+            "AutoModelForCausalLM.from_pretrained"
+        )
+    return model.config.get_text_config(decoder=True)
 
 
 def _layers(config: PreTrainedConfig, max_tokens: int | None, storage: torch.dtype | None) -> list[StoredLayer]:

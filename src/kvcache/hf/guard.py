@@ -19,9 +19,22 @@ METHOD = "prepare_inputs_for_generation"
 
 
 class Guard:
-    """What the caches of one model hold in common; the model is guarded as long as it lives."""
+    """What the caches of one model hold in common; the model is guarded as long as it lives.
 
-    __slots__ = ("__weakref__",)
+    A guard without a model belongs to caches that were loaded and are attached to none yet.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is, or was, a model."""
+        return self._model is not None
+
+    def protects(self, model: nn.Module) -> bool:
+        """Whether this is the guard of `model`."""
+        return self._model is not None and self._model() is model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copied cache is one more cache of the same model
@@ -35,7 +48,7 @@ def guard_model(model: nn.Module) -> Guard:
     present = model.__dict__.get(METHOD)
     guard = present.guard() if isinstance(present, _PrepareInputs) else None
     if guard is None:
-        guard = Guard()
+        guard = Guard(model)
         hook = model.register_forward_pre_hook(check_forward, with_kwargs=True)
         model.__dict__[METHOD] = _PrepareInputs(model, present, guard)
         weakref.finalize(guard, _remove, weakref.ref(model), hook).atexit = False
@@ -72,12 +85,15 @@ class _PrepareInputs:
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = _guarded_cache(kwargs)
-        if cache is not None and kwargs.get("use_cache") is False:
+        if cache is None:
+            return self.previous(input_ids, *args, **kwargs)
+        cache.drop_unfinished()
+        if kwargs.get("use_cache") is False:
             raise InvalidValueError(
                 "use_cache is False, so that generate would run the whole text again at every step, on top of what the "
                 "cache holds; pass use_cache=True (the model's generation_config may say otherwise)"
             )
-        if cache is not None and kwargs.get("is_first_iteration") and cache.get_seq_length() > 0:
+        if kwargs.get("is_first_iteration") and cache.get_seq_length() > 0:
             model: Any = self._model()
             if model.config.is_encoder_decoder:
                 raise InvalidValueError(
@@ -102,8 +118,9 @@ def check_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Check the inputs of a forward against the cache that comes with them (a pre-hook, with keyword arguments).
 
     Raises:
-        InvalidValueError: the layers of the cache are not equally long, because a forward was interrupted; or a 2-D
-            attention mask does not cover the cached and the new tokens.
+        InvalidValueError: the cache was made for another model; a forward was interrupted and a window cannot go
+            back to where it began; there are no tokens; or a 2-D attention mask does not cover the cached and the
+            new ones.
     """
     if args:
         kwargs = kwargs | dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
@@ -116,12 +133,11 @@ def check_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     new = input_ids if input_ids is not None else kwargs.get(f"{prefix}inputs_embeds")
     if new is None:
         return
-    lengths = {layer.get_seq_length() for layer in cache.layers}
-    if len(lengths) > 1:
-        raise InvalidValueError(
-            f"the layers of the cache hold between {min(lengths)} and {max(lengths)} tokens, because a forward was "
-            "interrupted; reset() the cache"
-        )
+    if cache.guard.attached and not cache.guard.protects(model):
+        raise InvalidValueError("the cache was made for another model; make one with cache_for(model) for this one")
+    if new.shape[1] == 0:
+        raise InvalidValueError("the input has no tokens; expected at least one")
+    cache.drop_unfinished()
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         _check_covered(f"{prefix}attention_mask", mask.shape[1], cache.get_seq_length(), new.shape[1])
     cache.note_tokens(input_ids)
@@ -143,6 +159,8 @@ def _prefill_length(
     would run the whole text again; that shows in positions that start at 0.
     """
     past, length = cache.get_seq_length(), given.shape[1]
+    if new_length is not None:
+        new_length = length - past  # generate's own count may be of a forward that was interrupted
     runs_all_again = False
     if new_length is None and positions is not None:
         if positions.shape[-1] != length:

@@ -21,6 +21,7 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     is_croppable = True
     is_sliding: bool
+    kind: str  # as people read it
     rows: LayerCache | None
 
     def __init__(self, max_tokens: int | None, storage: torch.dtype | None) -> None:
@@ -40,10 +41,6 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @abstractmethod
     def _visible_past(self) -> int:
         """Return how many stored tokens the next token sees."""
-
-    @abstractmethod
-    def _stored(self, rows: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stored keys and values in order of position, in the storage dtype."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the sizes and device of keys (B, Hkv, T, D) and values (B, Hkv, T, Dv), and the wider dtype.
@@ -76,6 +73,7 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rows = self._built_for(key_states, value_states) if self.rows is None else self.rows
         rows = self._with_room(rows, length)
         k, v = rows.update(key_states, value_states)
+        rows.rollback(0)  # a window lets go of what only its own `attend` would read
         self.rows = rows
         return _with_gradient(k, key_states, rows), _with_gradient(v, value_states, rows)
 
@@ -106,6 +104,12 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """The stored values (B, Hkv, stored, Dv), as `keys`."""
         return self._read(1)
+
+    def offload(self) -> None:
+        """Refuse: buffers stay on the model's device."""
+        raise InvalidValueError("layers of cache_for(model) cannot be offloaded; use transformers' own cache for that")
+
+    prefetch = offload
 
     def reset(self) -> None:
         """Forget everything, the sizes included: what comes next may have another batch size."""
@@ -150,13 +154,14 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _read(self, part: int) -> torch.Tensor | None:
         if self.rows is None or self.rows.seq_len == 0:
             return None
-        return self._stored(self.rows)[part].to(self.rows.dtype)
+        return self.rows.stored_rows()[part].to(self.rows.dtype)
 
 
 class FullLayer(StoredLayer):  # type: ignore[no-untyped-call]
     """A layer that attends to every token."""
 
     is_sliding = False
+    kind = "full"
 
     def _build(self, **options: Any) -> LayerCache:
         return KVCache(max_seq_len=self.max_tokens or 0, **options)
@@ -165,15 +170,10 @@ class FullLayer(StoredLayer):  # type: ignore[no-untyped-call]
         assert isinstance(rows, KVCache)
         if length <= rows.max_seq_len:
             return rows
-        k, v = self._stored(rows)
-        capacity = max(length, 2 * rows.max_seq_len)
-        return KVCache.from_state({"k": k, "v": v}, rows.meta_state | {"max_seq_len": capacity})
+        return rows.resized(max(length, 2 * rows.max_seq_len))
 
     def _visible_past(self) -> int:
         return self.get_seq_length()
-
-    def _stored(self, rows: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows.k_cache[:, :, : rows.seq_len], rows.v_cache[:, :, : rows.seq_len]
 
 
 class WindowLayer(StoredLayer):  # type: ignore[no-untyped-call]
@@ -187,6 +187,7 @@ class WindowLayer(StoredLayer):  # type: ignore[no-untyped-call]
     def __init__(self, sliding_window: int, max_tokens: int | None, storage: torch.dtype | None) -> None:
         super().__init__(max_tokens, storage)
         self.sliding_window = sliding_window
+        self.kind = f"sliding (window {sliding_window})"
         self.record_past = False
         self._recorded_from = 0
 
@@ -210,7 +211,7 @@ class WindowLayer(StoredLayer):  # type: ignore[no-untyped-call]
         super().crop(tokens_to_remove)
         self._recorded_from = self.get_seq_length()
         if isinstance(self.rows, SlidingWindowCache) and self.rows.slack > self.sliding_window:
-            self.rows = _resized(self.rows, self.rows.window, slack=0)
+            self.rows = self.rows.resized(slack=0)
 
     def _build(self, **options: Any) -> LayerCache:
         return SlidingWindowCache(window=min(self.sliding_window, self.max_tokens or 1), **options)
@@ -224,18 +225,11 @@ class WindowLayer(StoredLayer):  # type: ignore[no-untyped-call]
         slack_needed = length - self.sliding_window - first_needed
         if self.record_past and slack_needed > slack:
             slack = max(slack_needed, 2 * slack)
-        return rows if (window, slack) == (rows.window, rows.slack) else _resized(rows, window, slack)
+        same = (window, slack) == (rows.window, rows.slack)
+        return rows if same else rows.resized(window=window, slack=slack)
 
     def _visible_past(self) -> int:
         return min(self.get_seq_length(), self.sliding_window - 1)
-
-    def _stored(self, rows: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
-        state = rows.state
-        return state["k"], state["v"]
-
-
-def _resized(rows: SlidingWindowCache, window: int, slack: int) -> SlidingWindowCache:
-    return SlidingWindowCache.from_state(rows.state, rows.meta_state | {"window": window, "slack": slack})
 
 
 def _with_gradient(rows: torch.Tensor, new: torch.Tensor, cache: LayerCache) -> torch.Tensor:

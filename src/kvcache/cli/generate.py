@@ -1,13 +1,12 @@
 """`kvcache generate`: continue a prompt, stream the text, and say what the cache saved."""
 
-import json
+import functools
 import math
 import secrets
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli.detokenize import Detokenizer
+from kvcache.cli.prompt import encode, fitting_new_tokens, read_prompt
 from kvcache.errors import InvalidValueError
 
 EPILOG = """
@@ -98,7 +98,7 @@ def generate(
 
     The first run with the default model fetches it (93 MB) and converts it once.
     """
-    text = _read_prompt(prompt, prompt_file)
+    text = read_prompt(prompt, prompt_file)
     dtype = dtype_name(check_dtype("--dtype", dtype))
     if compare and not cache:
         raise InvalidValueError("--compare runs with and without a cache; leave --no-cache out")
@@ -118,112 +118,67 @@ def generate(
         from kvcache.hf import load_model
 
         loaded = load_model(model, dtype=dtype, device=device, progress=status.update)
-        prompt_ids = _encode(loaded.tokenizer, text, raw)
-        fitting_tokens = _fitting_new_tokens(loaded.model, len(prompt_ids))
+        prompt_ids = encode(loaded.tokenizer, text, raw)
+        fitting = fitting_new_tokens(loaded.model, len(prompt_ids))
         run.warm_up(loaded.model)
-    if max_new_tokens > fitting_tokens:
-        messages.print(f"The model's context has room for {fitting_tokens:,} new tokens, so no more are generated.")
+    if max_new_tokens > fitting:
+        messages.print(f"The model's context has room for {fitting:,} new tokens, so no more are generated.")
 
-    sampling = run.SamplingOptions(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=secrets.randbelow(2**31) if seed is None else seed,
+    generate_once = functools.partial(
+        run.generate,
+        loaded.model,
+        prompt_ids,
+        max_new_tokens=min(max_new_tokens, fitting),
+        min_new_tokens=min(min_new_tokens, fitting),
+        sampling=run.SamplingOptions(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=secrets.randbelow(2**31) if seed is None else seed,
+        ),
     )
-    detokenizer = Detokenizer(loaded.tokenizer)
-    pieces: list[str] = []
-
-    def show(piece: str) -> None:
-        pieces.append(piece)
-        if not as_json:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-
-    def generate_once(use_cache: bool, on_token: Callable[[list[int]], None]) -> "run.Run":
-        return run.generate(
-            loaded.model,
-            prompt_ids,
-            max_new_tokens=min(max_new_tokens, fitting_tokens),
-            min_new_tokens=min(min_new_tokens, fitting_tokens),
-            sampling=sampling,
-            use_cache=use_cache,
-            on_token=on_token,
-        )
-
-    first = generate_once(cache, lambda ids: show(detokenizer.push(ids)))
-    show(detokenizer.finish())
-    show("" if as_json else "\n")
+    printer = _Printer(Detokenizer(loaded.tokenizer), silent=as_json)
+    first = generate_once(use_cache=cache, on_token=printer.push)
+    printer.finish()
     second = None
     if compare:
         with _progress_bar(messages, "Again, without a cache", len(first.token_ids)) as advance:
-            second = generate_once(False, lambda _: advance())
+            second = generate_once(use_cache=False, on_token=advance)
 
+    result = report.Report(model, dtype, torch.get_num_threads(), printer.text, first, second)
     if as_json:
-        data = {
-            "model": model,
-            "dtype": dtype,
-            "threads": torch.get_num_threads(),
-            "prompt_tokens": first.prompt_tokens,
-            "text": "".join(pieces),
-            **report.as_data(first),
-        }
-        if second is not None:
-            data |= {"without_cache": report.as_data(second), "comparison": report.comparison_as_data(first, second)}
-        print(json.dumps(data, indent=2, ensure_ascii=False))
+        print(result.as_json())
     elif not quiet:
-        output = Console(highlight=False, soft_wrap=True)
-        output.print()
-        if second is None:
-            report.print_account(output, first, dtype, torch.get_num_threads())
-        else:
-            report.print_comparison(output, first, second, dtype, torch.get_num_threads())
+        result.print()
 
 
-def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    if (prompt is None) == (prompt_file is None):
-        raise InvalidValueError("expected a prompt, or --prompt-file, and not both")
-    if prompt_file is not None:
-        try:
-            prompt = prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as cause:
-            reason = "is not UTF-8 text" if isinstance(cause, UnicodeDecodeError) else cause.strerror
-            raise InvalidValueError(f"--prompt-file {str(prompt_file)!r} cannot be read: {reason}") from cause
-    elif prompt == "-":
-        prompt = sys.stdin.read()
-    assert prompt is not None
-    if not prompt.strip():
-        raise InvalidValueError("the prompt is empty; expected some text")
-    return prompt
+class _Printer:
+    """Prints text as it comes, and keeps it."""
 
+    def __init__(self, detokenizer: Detokenizer, silent: bool) -> None:
+        self.text = ""
+        self._detokenizer = detokenizer
+        self._silent = silent
 
-def _encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
-    """Return the prompt's token ids, wrapped in the chat template where the model has one."""
-    if raw or not tokenizer.chat_template:
-        ids = tokenizer(text)["input_ids"]
-    else:
-        chat = [{"role": "user", "content": text}]
-        templated = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(templated, add_special_tokens=False)["input_ids"]
-    if not ids:
-        raise InvalidValueError("the prompt has no tokens; expected some text")
-    return list(ids)
+    def push(self, ids: list[int]) -> None:
+        self._show(self._detokenizer.push(ids))
 
+    def finish(self) -> None:
+        self._show(self._detokenizer.finish())
+        if not self._silent:
+            print()
 
-def _fitting_new_tokens(model: Any, prompt_tokens: int) -> int:
-    """Return how many tokens the model's context leaves room for; the last one is sampled and takes no place."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if context is None:
-        return sys.maxsize
-    if prompt_tokens > context:
-        raise InvalidValueError(f"the prompt has {prompt_tokens:,} tokens; the model's context is {context:,}")
-    return int(context) - prompt_tokens + 1
+    def _show(self, piece: str) -> None:
+        self.text += piece
+        if not self._silent:
+            print(piece, end="", flush=True)
 
 
 @contextmanager
-def _progress_bar(console: Console, description: str, total: int) -> Iterator[Callable[[], None]]:
+def _progress_bar(console: Console, description: str, total: int) -> Iterator[Callable[[object], None]]:
     columns = (SpinnerColumn(), TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(description, total=total)
-        yield lambda: progress.advance(task)
+        yield lambda _: progress.advance(task)

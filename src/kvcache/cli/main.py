@@ -1,5 +1,6 @@
 """The entry point of the `kvcache` command: its subcommands, and how it ends when something is wrong."""
 
+import io
 import os
 import sys
 from importlib.metadata import version
@@ -38,6 +39,9 @@ def _options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; wrong input ends it with status 2 and one line that says what is wrong."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
         status = app(arguments, prog_name="kvcache", standalone_mode=False)
     except TyperException as error:  # unknown options, values out of range

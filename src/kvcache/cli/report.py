@@ -1,5 +1,7 @@
 """The account of a generation: for people as a few lines, for machines as plain data."""
 
+import json
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -49,7 +51,8 @@ def as_data(run: Run) -> dict[str, Any]:
         else {
             "tokens": run.cache.tokens,
             "bytes": run.cache.nbytes,
-            "bytes_per_token": run.cache.bytes_per_token,
+            "bytes_stored": run.cache.stored_nbytes,
+            "bytes_per_token": run.cache.token_nbytes,
             "dtype": run.cache.dtype,
         },
     }
@@ -64,61 +67,89 @@ def comparison_as_data(cached: Run, uncached: Run) -> dict[str, Any]:
     }
 
 
-def print_account(console: Console, run: Run, dtype: str, threads: int) -> None:
-    """Print the account of one run."""
+@dataclass(frozen=True)
+class Report:
+    """Everything there is to say about one call of the command."""
+
+    model: str
+    dtype: str  # of the weights
+    threads: int
+    text: str
+    run: Run
+    uncached: Run | None = None  # the same again without a cache, where that was asked for
+
+    def as_json(self) -> str:
+        """Return all figures as one JSON object."""
+        data = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "prompt_tokens": self.run.prompt_tokens,
+            "text": self.text,
+            **as_data(self.run),
+        }
+        if self.uncached is not None:
+            data["without_cache"] = as_data(self.uncached)
+            data["comparison"] = comparison_as_data(self.run, self.uncached)
+        return json.dumps(data, indent=2, ensure_ascii=False)
+
+    def print(self) -> None:
+        """Print the account for people, below the text."""
+        console = Console(highlight=False, soft_wrap=True)
+        console.print()
+        if self.uncached is None:
+            console.print(_account_table(self.run))
+        else:
+            console.print(_comparison_table(self.run, self.uncached))
+            speedup = self.uncached.total_seconds / self.run.total_seconds
+            console.print(f"\n[bold]{speedup:.2f}x[/bold] as fast with the cache.", end=" ")
+            console.print(f"Tokens are {_verdict(self.run, self.uncached, self.dtype)}.")
+        console.print(f"\n{self.model} in {self.dtype}, {_count(self.threads, 'thread')}.", style="dim")
+
+
+def _account_table(run: Run) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
     generated = len(run.token_ids)
     ended = "ended by the model" if run.stopped else "ended by --max-new-tokens"
-    table = _table()
     table.add_row("Tokens", f"{run.prompt_tokens:,} in the prompt, {generated:,} generated ({ended})")
-    table.add_row(
-        "Prefill", f"{_rate(run.prefill_tokens_per_second)}, first token after {_seconds(run.first_token_seconds)}"
-    )
+    first_token = f"first token after {_seconds(run.first_token_seconds)}"
+    table.add_row("Prefill", f"{_rate(run.prefill_tokens_per_second)}, {first_token}")
     if (rate := run.decode_tokens_per_second) is not None:
         table.add_row("Decode", f"{_rate(rate)}, {_seconds(run.decode_seconds)} for {_count(generated - 1, 'token')}")
     if run.cache is None:
         table.add_row("Cache", "none: every token computed the whole sequence again")
     else:
-        used = run.cache.tokens * run.cache.bytes_per_token
         table.add_row(
             "Cache",
-            f"{_size(used)} used of {_size(run.cache.nbytes)} in {run.cache.dtype}: "
-            f"{_count(run.cache.tokens, 'token')} of {run.cache.bytes_per_token:,} bytes each",
+            f"{_size(run.cache.stored_nbytes)} used of {_size(run.cache.nbytes)}, "
+            f"{run.cache.token_nbytes:,} bytes a token in {run.cache.dtype}",
         )
     with_cache, without = projections_with_cache(run), projections_without_cache(run)
     ratio = f" ({without / with_cache:.1f}x)" if without > with_cache else ""
     table.add_row("Q, K, V", f"{with_cache:,} projections a layer with a cache, {without:,} without{ratio}")
-    table.add_row("Run", f"weights in {dtype}, {_count(threads, 'thread')}")
-    console.print(table)
+    return table
 
 
-def print_comparison(console: Console, cached: Run, uncached: Run, dtype: str, threads: int) -> None:
-    """Print both runs side by side."""
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
-    for heading, align in (("", "left"), ("with cache", "right"), ("without", "right"), ("", "right")):
-        table.add_column(heading, justify=align)  # type: ignore[arg-type]
+def _comparison_table(cached: Run, uncached: Run) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column(style="bold")
+    for heading in ("with cache", "without", "ratio"):
+        table.add_column(heading, justify="right")
     for name, ours, theirs in (
         ("First token", cached.first_token_seconds, uncached.first_token_seconds),
         ("Later tokens", cached.decode_seconds, uncached.decode_seconds),
         ("Total", cached.total_seconds, uncached.total_seconds),
     ):
-        ratio = f"{theirs / ours:.2f}x" if ours else ""
-        table.add_row(name, _seconds(ours), _seconds(theirs), ratio)
+        table.add_row(name, _seconds(ours), _seconds(theirs), f"{theirs / ours:.2f}x" if ours else "")
     rates = cached.decode_tokens_per_second, uncached.decode_tokens_per_second
     table.add_row("Decode", *("-" if rate is None else _rate(rate) for rate in rates))
-    projections = projections_with_cache(cached), projections_without_cache(uncached)
-    table.add_row(
-        "Q, K, V a layer", *(f"{count:,}" for count in projections), f"{projections[1] / projections[0]:.1f}x"
-    )
+    ours, theirs = projections_with_cache(cached), projections_without_cache(uncached)
+    table.add_row("Q, K, V a layer", f"{ours:,}", f"{theirs:,}", f"{theirs / ours:.2f}x")
     if cached.cache is not None:
-        table.add_row("Cache", _size(cached.cache.nbytes), "none")
-    console.print(table)
-    console.print()
-    console.print(f"[bold]Speed-up[/bold] {uncached.total_seconds / cached.total_seconds:.2f}x in total")
-    console.print(f"[bold]Tokens[/bold]   {_verdict(cached, uncached, dtype)}")
-    console.print(
-        f"[bold]Run[/bold]      {cached.prompt_tokens:,} tokens in the prompt, weights in {dtype}, "
-        f"{_count(threads, 'thread')}"
-    )
+        table.add_row("Cache", _size(cached.cache.stored_nbytes), "none")
+    return table
 
 
 def _verdict(cached: Run, uncached: Run, dtype: str) -> str:
@@ -127,17 +158,10 @@ def _verdict(cached: Run, uncached: Run, dtype: str) -> str:
         return f"identical, all {len(cached.token_ids)}"
     if dtype in ("float16", "bfloat16"):
         return (
-            f"part at token {parted + 1}: {dtype} rounds matrix products of different shapes differently, and two "
+            f"the same up to token {parted}: {dtype} rounds matrix products of different shapes differently, and two "
             "next tokens were nearly as likely; in float32 they stay the same"
         )
-    return f"part at token {parted + 1}: two next tokens were as likely as {dtype} can tell"
-
-
-def _table() -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column()
-    return table
+    return f"the same up to token {parted}: two next tokens were as likely as {dtype} can tell"
 
 
 def _rate(tokens_per_second: float) -> str:

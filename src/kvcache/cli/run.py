@@ -9,6 +9,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from kvcache.hf import cache_for
+from kvcache.hf.cache import ModelCache
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class SamplingOptions:
 class CacheAccount:
     """What the cache held when a run ended."""
 
-    tokens: int  # rows stored a layer
+    tokens: int  # seen
     nbytes: int  # of all buffers
-    bytes_per_token: int
+    stored_nbytes: int  # of the rows that hold tokens
+    token_nbytes: int  # of one token's rows in all layers
     dtype: str
 
 
@@ -83,6 +85,7 @@ def generate(
     input_ids = torch.tensor([prompt_ids], device=model.device)
     # The last token is sampled and never processed, so it needs no room.
     cache = cache_for(model, max_tokens=len(prompt_ids) + max_new_tokens - 1) if use_cache else None
+    model.generation_config.cache_implementation = None  # some models ask for one of transformers' own
     clock = _Clock(on_token)
     torch.manual_seed(sampling.seed)
     clock.start()
@@ -103,7 +106,7 @@ def generate(
         first_token_seconds=clock.times[1] - clock.times[0],
         decode_seconds=clock.times[-1] - clock.times[1],
         stopped=token_ids[-1] in _end_ids(model),
-        cache=None if cache is None else _account(cache),
+        cache=_account(cache) if isinstance(cache, ModelCache) else None,
     )
 
 
@@ -139,8 +142,7 @@ def _end_ids(model: Any) -> set[int]:
     return set(end) if isinstance(end, list) else {end}
 
 
-def _account(cache: Any) -> CacheAccount:
-    rows = [(layer.keys, layer.values) for layer in cache.layers]
-    bytes_per_token = sum((k.shape[1] * k.shape[3] + v.shape[1] * v.shape[3]) * k.element_size() for k, v in rows)
-    dtype = str(rows[0][0].dtype).removeprefix("torch.")
-    return CacheAccount(cache.get_seq_length(), cache.nbytes, bytes_per_token, dtype)
+def _account(cache: ModelCache) -> CacheAccount:
+    layer = cache.layers[0].rows
+    assert layer is not None  # a run has processed the prompt at least
+    return CacheAccount(cache.get_seq_length(), cache.nbytes, cache.stored_nbytes, cache.token_nbytes, layer.storage)

@@ -43,9 +43,13 @@ def check_float(name: str, value: Any) -> float:
     """Return `value`, a real number of Python or NumPy, as a plain finite float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidTypeError(f"{name} is a {type(value).__name__}; expected a float")
-    if not math.isfinite(value):
-        raise InvalidValueError(f"{name} is {value}; expected a finite number")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise InvalidValueError(f"{name} is {number}; expected a finite number")
+    return number
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -71,7 +75,7 @@ def check_device(name: str, device: Any) -> torch.device:
     try:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
-    except (RuntimeError, TypeError, AssertionError) as cause:
+    except (RuntimeError, TypeError, AssertionError, ImportError) as cause:
         reason = str(cause).partition("\n")[0]
         raise InvalidValueError(f"{name} is {device!r}; expected a device that torch can use here: {reason}") from cause
     return resolved
@@ -129,7 +133,7 @@ def check_int_tensor(
             raise InvalidValueError(f"{name} is on {tensor.device}; expected {device}")
     else:
         try:
-            tensor = torch.tensor(value, device=device)
+            tensor = torch.tensor(value.tolist() if hasattr(value, "tolist") else value, device=device)
         except (TypeError, ValueError, RuntimeError):
             raise InvalidTypeError(
                 f"{name} is a {type(value).__name__} ({value!r}); expected integers {letters}"

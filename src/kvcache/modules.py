@@ -85,8 +85,7 @@ class CausalSelfAttentionWithCache(nn.Module):
             if kv_cache is None:
                 kv_cache = KVCache(x.shape[0], kv_heads, self.head_dim, self.max_seq_len, k.dtype, x.device)
             self._check_cache(kv_cache, x)
-            kv_cache.append(k, v)
-            attended = kv_cache.attend(q, scale=self.scale)
+            attended = kv_cache.append_and_attend(q, k, v, scale=self.scale)
         return self.out_proj(attended.transpose(1, 2).flatten(2)), kv_cache
 
     def _check_cache(self, kv_cache: LayerCache, x: torch.Tensor) -> None:

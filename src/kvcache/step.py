@@ -13,6 +13,7 @@ import torch
 
 from kvcache.checks import check_floating, check_shape, dtype_name
 from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.precision import without_autocast
 
 Array: TypeAlias = Any
 """An array of any library that follows the array API standard; the standard has no class for it."""
@@ -108,6 +109,4 @@ def _library(name: str, array: Array) -> Any:
 
 def _without_autocast(array: Array) -> AbstractContextManager[Any]:
     # Autocast refuses to concatenate float16 rows in a bfloat16 region, and the other way round.
-    if isinstance(array, torch.Tensor) and torch.amp.is_autocast_available(array.device.type):
-        return torch.autocast(array.device.type, enabled=False)
-    return nullcontext()
+    return without_autocast(array.device) if isinstance(array, torch.Tensor) else nullcontext()

@@ -106,8 +106,8 @@ def check_arguments(
         start_tensor = check_int_tensor("starts", starts, (batch,), "(B,)", q.device)
         check_range("starts", start_tensor, 0)
     if window is not None:
-        window = check_int("window", window, minimum=1)
-    sinks = check_int("sinks", sinks, minimum=0)
+        window = min(check_int("window", window, minimum=1), num_slots)  # no more can be seen
+    sinks = min(check_int("sinks", sinks, minimum=0), num_slots)
     scale = head_dim**-0.5 if scale is None else check_float("scale", scale)
     if softcap is not None:
         softcap = check_float("softcap", softcap)

@@ -7,6 +7,7 @@ import torch
 from kvcache.attention.arguments import AttentionOptions, IntTensorLike, check_arguments
 from kvcache.attention.reference import reference_attention
 from kvcache.attention.sdpa import sdpa_applies, sdpa_attention
+from kvcache.precision import without_autocast
 
 
 @overload
@@ -103,8 +104,7 @@ def attend(
         sink_logits=sink_logits,
         return_lse=return_lse,
     )
-    # Autocast would round scores and sums to 16 bits behind the promise above.
-    with torch.autocast(arguments.q.device.type, enabled=False):
+    with without_autocast(arguments.q.device):
         if sdpa_applies(arguments):
             return sdpa_attention(arguments)
         output, lse = reference_attention(arguments)

@@ -57,6 +57,8 @@ def _rows(store: torch.Tensor, block_table: torch.Tensor | None, seen: torch.Ten
         if outside.any():
             bad = int(block_table[outside][0])
             raise InvalidValueError(f"block_table holds {bad}; expected a block in [0, {num_blocks})")
+        if num_blocks == 0:  # then none is needed
+            store = store.new_zeros(1, *store.shape[1:])
         blocks = store[block_table.where(needed, 0)]  # (B, M, Hkv, block_size, D)
         store = blocks.transpose(1, 2).flatten(2, 3)
     return store.masked_fill(~seen[:, None, :, None], 0.0)

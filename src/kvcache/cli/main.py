@@ -1,7 +1,6 @@
 """The entry point of the `kvcache` command: its subcommands, and how it ends when something is wrong."""
 
 import io
-import os
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -45,14 +44,14 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         status = app(arguments, prog_name="kvcache", standalone_mode=False)
     except TyperException as error:  # unknown options, values out of range
-        status = _fail(error.format_message() if hasattr(error, "format_message") else str(error))
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        status = _fail(message) if message else 2  # no arguments at all: the help has been shown
     except KVCacheError as error:
         status = _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         status = 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 141
+    except OSError as error:  # a full disk behind standard output, say
+        status = _fail(str(error))
     sys.exit(status)
 
 

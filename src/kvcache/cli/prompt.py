@@ -1,5 +1,6 @@
 """From what the user typed to token ids, and what fits after them."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,33 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise InvalidValueError("expected a prompt, or --prompt-file, and not both")
     if prompt_file is not None:
         try:
-            prompt = prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as cause:
-            reason = "is not UTF-8 text" if isinstance(cause, UnicodeDecodeError) else cause.strerror
-            raise InvalidValueError(f"--prompt-file {str(prompt_file)!r} cannot be read: {reason}") from cause
-    elif prompt == "-":
-        prompt = sys.stdin.read()
-    assert prompt is not None
-    if not prompt.strip():
+            data = prompt_file.read_bytes()
+        except OSError as cause:
+            raise InvalidValueError(f"--prompt-file {str(prompt_file)!r} cannot be read: {cause.strerror}") from cause
+    elif prompt != "-":
+        assert prompt is not None
+        data = os.fsencode(prompt)  # the bytes that were typed, whatever the locale made of them
+    elif sys.stdin is None:
+        raise InvalidValueError("the prompt is -, but standard input is closed")
+    else:
+        data = sys.stdin.buffer.read()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as cause:
+        raise InvalidValueError(f"the prompt is not UTF-8 text: {cause.reason} at byte {cause.start}") from cause
+    if not text.strip():
         raise InvalidValueError("the prompt is empty; expected some text")
-    return prompt
+    return text
 
 
 def encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
     """Return the prompt's token ids, wrapped in the chat template where the model has one and `raw` is False."""
     if raw or not tokenizer.chat_template:
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer(text, verbose=False)["input_ids"]
     else:
         chat = [{"role": "user", "content": text}]
         templated = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(templated, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(templated, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise InvalidValueError("the prompt has no tokens; expected some text")
     return list(ids)

@@ -95,7 +95,8 @@ class Report:
 
     def print(self) -> None:
         """Print the account for people, below the text."""
-        console = Console(highlight=False, soft_wrap=True)
+        console = Console(highlight=False)
+        console.width = max(console.width, 80)  # a table cut off says less than one that wraps
         console.print()
         if self.uncached is None:
             console.print(_account_table(self.run))

@@ -75,7 +75,10 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         k, v = rows.update(key_states, value_states)
         rows.rollback(0)  # a window lets go of what only its own `attend` would read
         self.rows = rows
-        return _with_gradient(k, key_states, rows), _with_gradient(v, value_states, rows)
+        if torch.is_grad_enabled():
+            k = rows.with_gradient(k, key_states) if key_states.requires_grad else k
+            v = rows.with_gradient(v, value_states) if value_states.requires_grad else v
+        return k, v
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many rows the next `update`, of `query_length` tokens, returns, and the position of the first."""
@@ -230,11 +233,3 @@ class WindowLayer(StoredLayer):  # type: ignore[no-untyped-call]
 
     def _visible_past(self) -> int:
         return min(self.get_seq_length(), self.sliding_window - 1)
-
-
-def _with_gradient(rows: torch.Tensor, new: torch.Tensor, cache: LayerCache) -> torch.Tensor:
-    """Return `rows`, which end with `new` detached; where `new` needs a gradient, as a copy through which it flows."""
-    if not (torch.is_grad_enabled() and new.requires_grad):
-        return rows
-    stored = new.to(cache.k_cache.dtype).to(rows.dtype)
-    return torch.cat([rows[:, :, : rows.shape[2] - new.shape[2]], stored], dim=2)

@@ -66,6 +66,8 @@ def load_model(
     text = _check_name(name)
     dtype = check_dtype("dtype", dtype)
     device = check_device("device", device)
+    if device.type == "meta":
+        raise InvalidValueError("device is 'meta'; expected a device with memory, such as cpu")
     report = _check_progress(progress)
     if name == "smollm2":
         loaded = _load_smollm2(dtype, report)
@@ -140,7 +142,7 @@ def _check_is_gguf(path: Path) -> None:
 def _load_from_hub(name: str, dtype: torch.dtype, report: Callable[[str], None]) -> LoadedModel:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)

@@ -113,8 +113,9 @@ class KVCache(LayerCache):
             raise InvalidValueError(
                 f"state holds {k.shape[2]} rows; expected seq_len = {seq_len}, at most max_seq_len = {self.max_seq_len}"
             )
-        self._seq_len = 0
-        self.append(k, v)
+        self.k_cache[:, :, :seq_len].copy_(k)
+        self.v_cache[:, :, :seq_len].copy_(v)
+        self._seq_len = seq_len
 
     def can_rollback(self, n: int) -> bool:
         """Whether the last `n` tokens can be dropped: whenever there are that many."""

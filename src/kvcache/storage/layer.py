@@ -43,6 +43,8 @@ class LayerCache(ABC):
 
     k_cache: torch.Tensor  # (B, Hkv, rows, D), in the storage dtype
     v_cache: torch.Tensor  # (B, Hkv, rows, Dv)
+    window: int | None = None  # a query sees its last `window` tokens and the first `sinks`; None: all
+    sinks: int = 0
 
     def __init__(
         self,
@@ -215,7 +217,11 @@ class LayerCache(ABC):
         num_queries = q.shape[2]
         if num_queries > self._seq_len:
             raise InvalidValueError(f"q has T = {num_queries} queries; expected at most seq_len = {self._seq_len}")
-        rows = self._visible_rows(num_queries, None if starts is None else self._check_starts(starts))
+        starts = None if starts is None else self._check_starts(starts)
+        if num_queries == 0:
+            rows = VisibleRows(self.k_cache[:, :, :0], self.v_cache[:, :, :0])
+        else:
+            rows = self._visible_rows(num_queries, starts)
         k, v = rows.k, rows.v
         if torch.is_grad_enabled() and q.requires_grad:
             k, v = k.clone(), v.clone()  # backward needs the rows of this step, whatever is stored by then
@@ -231,6 +237,37 @@ class LayerCache(ABC):
             sink_logits=sink_logits,
             return_lse=return_lse,
         )
+
+    def append_and_attend(
+        self, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, *, scale: float | None = None
+    ) -> torch.Tensor:
+        """Append T new tokens, then attend their queries: `append` and `attend` in one.
+
+        Unlike with the two apart, gradients flow into the new keys and values too. They never flow into the past.
+
+        Args:
+            q: (B, H, T, D); k_new: (B, Hkv, T, D); v_new: (B, Hkv, T, Dv).
+            scale: what scores are multiplied with; default 1 / sqrt(D).
+
+        Returns:
+            The output (B, H, T, Dv) in q's dtype.
+
+        Raises:
+            CacheFullError, InvalidValueError, InvalidTypeError: as `append` does; nothing has been stored.
+        """
+        num_tokens = self._check_new_rows(k_new, v_new)
+        check_tensor("q", q, (self.batch_size, None, num_tokens, self.head_dim), "(B, H, T, D)", self.device)
+        if not (torch.is_grad_enabled() and (k_new.requires_grad or v_new.requires_grad)):
+            self.append(k_new, v_new)
+            return self.attend(q, scale=scale)
+        k, v = self.update(k_new, v_new)
+        k, v = self.with_gradient(k, k_new), self.with_gradient(v, v_new)
+        return attend(q, k, v, window=self.window, sinks=self.sinks, scale=scale)
+
+    def with_gradient(self, rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Return `rows` (B, Hkv, S, D) that `update` gave for `new` (B, Hkv, T, D), with gradients into `new`."""
+        stored = new.to(self.k_cache.dtype).to(rows.dtype)
+        return torch.cat([rows[:, :, : rows.shape[2] - new.shape[2]], stored], dim=2)
 
     def next_positions(self, T: int, starts: IntTensorLike | None = None) -> torch.Tensor:  # noqa: N803
         """Return the positions (B, T) of the next T tokens, int64, for rotary or learned embeddings.

@@ -59,7 +59,8 @@ def cache_from_state(cls: type[AnyCache], state: Mapping[str, torch.Tensor], met
         device=k.device,
         **{name: meta_state[name] for name in cls.size_names},
     )
-    cache.restore(k, v, seq_len)
+    with torch.no_grad():
+        cache.restore(k.detach(), v.detach(), seq_len)
     return cache
 
 

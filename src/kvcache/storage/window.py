@@ -55,6 +55,7 @@ class SlidingWindowCache(LayerCache):
     """
 
     size_names = ("window", "sinks", "slack")
+    window: int
 
     def __init__(
         self,
@@ -124,6 +125,8 @@ class SlidingWindowCache(LayerCache):
         first_visible = self._first_visible(self._seq_len)
         self.append(k_new, v_new)
         k, v = self._ordered(first_visible)
+        if self._step is not None:  # `attend` reads those too, so the caller gets copies
+            k, v = k.clone(), v.clone()
         return self._emit(k), self._emit(v)
 
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,9 +173,8 @@ class SlidingWindowCache(LayerCache):
         self._step = None
 
     def _visible_rows(self, num_queries: int, starts: torch.Tensor | None) -> VisibleRows:
-        # Where there is no query there is nothing to see, so T = 0 may be treated as T = 1.
-        first_visible = self._first_visible(self._seq_len - max(num_queries, 1))
-        if num_queries <= 1 and starts is None and self._all_stored_rows_visible(first_visible):
+        first_visible = self._first_visible(self._seq_len - num_queries)
+        if num_queries == 1 and starts is None and self._all_stored_rows_visible(first_visible):
             # One query sees them all, so their order in the ring does not matter and nothing is copied.
             return VisibleRows(self.k_cache[:, :, : self.stored_len], self.v_cache[:, :, : self.stored_len])
         if first_visible < self._first:

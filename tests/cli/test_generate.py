@@ -1,11 +1,13 @@
 import io
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from kvcache.cli.main import main
+from kvcache.cli.prompt import read_prompt
 
 QUESTION = "What is the capital of France?"
 
@@ -34,7 +36,7 @@ def test_it_answers_and_gives_an_account(capsys, smollm2):
     assert lines[1].startswith("Prefill  ")
     assert lines[2].startswith("Decode   ")
     assert lines[2].endswith(" for 7 tokens")
-    assert lines[3] == "Cache    2.0 MB used of 2.6 MB in float32: 44 tokens of 46,080 bytes each"
+    assert lines[3] == "Cache    2.0 MB used of 2.6 MB, 46,080 bytes a token in float32"
     assert lines[4] == "Q, K, V  132 projections a layer with a cache, 972 without (7.4x)"
     assert "Traceback" not in err
 
@@ -45,7 +47,13 @@ def test_json_holds_what_people_see(capsys, smollm2):
     assert (data["prompt_tokens"], data["generated_tokens"], data["finish_reason"]) == (37, 8, "stop")
     assert data["token_ids"][-1] == smollm2.tokenizer.eos_token_id
     assert data["qkv_projections_per_layer"] == 3 * (37 + 8 - 1)
-    assert data["cache"] == {"tokens": 44, "bytes": 56 * 46080, "bytes_per_token": 46080, "dtype": "float32"}
+    assert data["cache"] == {
+        "tokens": 44,
+        "bytes": 56 * 46080,
+        "bytes_stored": 44 * 46080,
+        "bytes_per_token": 46080,
+        "dtype": "float32",
+    }
     assert data["model"] == "smollm2"
     assert data["decode_tokens_per_second"] > 0
 
@@ -62,7 +70,7 @@ def test_compare_finds_the_same_tokens_without_a_cache(capsys, smollm2):
     assert status == 0
     assert "with cache" in out
     assert "identical, all 3" in out
-    assert "Speed-up" in out
+    assert "x as fast with the cache. Tokens are identical, all 3." in out
 
 
 def test_the_model_may_be_kept_from_ending_early(capsys, smollm2):
@@ -101,7 +109,7 @@ def test_quiet_prints_the_text_alone(capsys, smollm2, tmp_path):
 
 
 def test_a_dash_reads_standard_input_and_raw_leaves_the_template_out(capsys, smollm2, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("The capital of France is"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"The capital of France is")))
     data = generate_json(capsys, "-", "--raw", "--max-new-tokens", 1)
     assert data["prompt_tokens"] == 5
     assert data["text"].strip() == "Paris"
@@ -170,6 +178,7 @@ def test_a_prompt_of_exactly_the_context_fits_and_one_more_is_refused(capsys, ti
         (["hello", "--model", ""], "name is ''"),
         (["hello", "--dtype", "float31"], "--dtype is 'float31'; expected one of float16, bfloat16, float32, float64"),
         (["hello", "--device", "nowhere"], "device is 'nowhere'"),
+        (["hello", "--device", "meta"], "device is 'meta'; expected a device with memory"),
         (["hello", "--temperature", "nan"], "Invalid value for '--temperature'"),
         (["hello", "--temperature", "inf"], "--temperature is inf"),
         (["hello", "--temperature", "-1"], "Invalid value for '--temperature'"),
@@ -189,12 +198,58 @@ def test_wrong_input_ends_with_status_2_and_one_line(capsys, arguments, message)
     assert "Traceback" not in err
 
 
+def test_bytes_that_are_no_text_are_refused(capsys, monkeypatch):
+    status, _, err = kvcache(capsys, "generate", "a\udcff\udcfeb")  # how Python reads such an argument
+    assert status == 2
+    assert err == "kvcache: error: the prompt is not UTF-8 text: invalid start byte at byte 1\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff hi")))
+    status, _, err = kvcache(capsys, "generate", "-")
+    assert status == 2
+    assert "the prompt is not UTF-8 text" in err
+    monkeypatch.setattr("sys.stdin", None)
+    status, _, err = kvcache(capsys, "generate", "-")
+    assert status == 2
+    assert "standard input is closed" in err
+
+
+def test_a_byte_order_mark_is_no_part_of_the_prompt(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xef\xbb\xbfhello")
+    assert read_prompt(None, file) == "hello"
+
+
+def test_a_full_disk_ends_it_in_one_line(tiny_folder):
+    command = [sys.executable, "-m", "kvcache", "generate", "one two", "--model", str(tiny_folder), "--json"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode != 0
+    assert "kvcache: error: [Errno 28] No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_ascii_terminal_gets_replacements(tiny_folder):
+    command = [
+        sys.executable,
+        "-m",
+        "kvcache",
+        "generate",
+        "caf\u00e9 caf\u00e9",
+        "--model",
+        str(tiny_folder),
+        "--json",
+    ]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    result = subprocess.run(command, capture_output=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["prompt_tokens"] > 0
+
+
 def test_a_file_that_is_no_text_is_refused(capsys, tmp_path):
     file = tmp_path / "prompt.bin"
     file.write_bytes(b"\xff\xfe\x00")
     status, out, err = kvcache(capsys, "generate", "--prompt-file", file)
     assert (status, out) == (2, "")
-    assert f"--prompt-file '{file}' cannot be read: is not UTF-8 text" in err
+    assert f"--prompt-file '{file}' is not UTF-8 text: invalid start byte at byte 0" in err
 
 
 def test_no_model_and_no_network_says_what_to_do(capsys, tmp_path, monkeypatch):

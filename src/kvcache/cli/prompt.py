@@ -12,11 +12,12 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """Return the prompt's text: as given, from standard input for `-`, or from a file."""
     if (prompt is None) == (prompt_file is None):
         raise InvalidValueError("expected a prompt, or --prompt-file, and not both")
+    source = "the prompt" if prompt_file is None else f"--prompt-file {str(prompt_file)!r}"
     if prompt_file is not None:
         try:
             data = prompt_file.read_bytes()
         except OSError as cause:
-            raise InvalidValueError(f"--prompt-file {str(prompt_file)!r} cannot be read: {cause.strerror}") from cause
+            raise InvalidValueError(f"{source} cannot be read: {cause.strerror}") from cause
     elif prompt != "-":
         assert prompt is not None
         data = os.fsencode(prompt)  # the bytes that were typed, whatever the locale made of them
@@ -27,9 +28,9 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as cause:
-        raise InvalidValueError(f"the prompt is not UTF-8 text: {cause.reason} at byte {cause.start}") from cause
+        raise InvalidValueError(f"{source} is not UTF-8 text: {cause.reason} at byte {cause.start}") from cause
     if not text.strip():
-        raise InvalidValueError("the prompt is empty; expected some text")
+        raise InvalidValueError(f"{source} is empty; expected some text")
     return text
 
 

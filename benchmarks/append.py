@@ -3,19 +3,16 @@
 Both sides in one run, alternating: `KVCache.update` and concatenation (what a hand-written loop does). Times are
 medians; bytes are new memory that torch's operations asked for.
 
-    python benchmarks/append.py
+    python -m benchmarks.append
 """
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.allocations
 
 from kvcache import KVCache
 from tests.allocations import CountAllocations

@@ -91,12 +91,7 @@ def check_arguments(
         check_tensor("v", v, (*k.shape[:3], None), "(num_blocks, Hkv, block_size, Dv)", q.device)
         table = check_int_tensor("block_table", block_table, (batch, None), "(B, M)", q.device)
         num_slots = table.shape[1] * k.shape[2]
-    kv_heads = k.shape[1]
-    if kv_heads == 0 or heads % kv_heads:
-        raise InvalidValueError(
-            f"q has {heads} heads and k has {kv_heads}; expected the query heads to be a multiple of the "
-            "key/value heads"
-        )
+    check_head_groups(heads, k.shape[1])
 
     length_tensor = start_tensor = None
     if lengths is not None:
@@ -119,6 +114,15 @@ def check_arguments(
     return AttentionArguments(
         q, k, v, table, length_tensor, start_tensor, window, sinks, scale, softcap, sink_logits, return_lse
     )
+
+
+def check_head_groups(heads: int, kv_heads: int) -> None:
+    """Check that the query heads can share the key/value heads evenly."""
+    if kv_heads == 0 or heads % kv_heads:
+        raise InvalidValueError(
+            f"q has {heads} heads and k has {kv_heads}; expected the query heads to be a multiple of the "
+            "key/value heads"
+        )
 
 
 def check_parts(

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, Unpack, overload
 import torch
 
 from kvcache.attention import attend
-from kvcache.attention.arguments import IntTensorLike, ScoreOptions
+from kvcache.attention.arguments import IntTensorLike, ScoreOptions, check_head_groups
 from kvcache.checks import (
     check_device,
     check_dtype,
+    check_float,
     check_int,
     check_int_tensor,
     check_range,
@@ -22,7 +23,7 @@ from kvcache.checks import (
     dtype_name,
 )
 from kvcache.errors import InvalidValueError, RollbackError
-from kvcache.storage.state import cache_from_state, meta_state_of, state_of
+from kvcache.storage.state import make_meta_state, make_state, read_state
 
 
 class VisibleRows(NamedTuple):
@@ -257,6 +258,8 @@ class LayerCache(ABC):
         """
         num_tokens = self._check_new_rows(k_new, v_new)
         check_tensor("q", q, (self.batch_size, None, num_tokens, self.head_dim), "(B, H, T, D)", self.device)
+        check_head_groups(q.shape[1], self.num_heads)
+        scale = None if scale is None else check_float("scale", scale)
         if not (torch.is_grad_enabled() and (k_new.requires_grad or v_new.requires_grad)):
             self.append(k_new, v_new)
             return self.attend(q, scale=scale)
@@ -349,12 +352,12 @@ class LayerCache(ABC):
     @property
     def state(self) -> dict[str, torch.Tensor]:
         """The stored rows, in order of position, in the storage dtype: contiguous copies `"k"` and `"v"`."""
-        return state_of(self)
+        return make_state(*self.stored_rows())
 
     @property
     def meta_state(self) -> dict[str, Any]:
         """What `from_state` needs beside the tensors: plain strings and ints."""
-        return meta_state_of(self)
+        return make_meta_state(type(self).__name__, self.dtype, self.seq_len, self.sizes)
 
     @classmethod
     def from_state(cls, state: Mapping[str, torch.Tensor], meta_state: Mapping[str, Any]) -> Self:
@@ -370,7 +373,11 @@ class LayerCache(ABC):
         >>> KVCache.from_state(cache.state, cache.meta_state).seq_len
         3
         """
-        return cache_from_state(cls, state, meta_state)
+        saved = read_state(state, meta_state, cls.__name__, cls.size_names)
+        constructor: Any = cls
+        cache: Self = constructor(**saved.arguments)
+        cache.restore(saved.k, saved.v, saved.seq_len)
+        return cache
 
     def __copy__(self) -> Self:
         return self.copy()  # sharing the buffers would let one copy overwrite the other's rows
@@ -424,7 +431,7 @@ class LayerCache(ABC):
     def _copied_with(self, **sizes: int) -> Self:
         """Return an independent cache with the same content and other sizes."""
         k, v = self.stored_rows()
-        return cache_from_state(type(self), {"k": k, "v": v}, self.meta_state | sizes)
+        return self.from_state({"k": k, "v": v}, self.meta_state | sizes)
 
     def _emit(self, rows: torch.Tensor) -> torch.Tensor:
         """Return stored rows as they come out: themselves, or a copy in `dtype` where storage differs."""

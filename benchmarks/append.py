@@ -1,6 +1,6 @@
 """What does it cost to append one token to a cache of a layer, and does that grow with what is stored?
 
-Both sides in one run, alternating: `KVCache.update` and concatenation (what a hand-written loop does). Times are
+Both sides in one run: `KVCache.update` and concatenation (what a hand-written loop does). Times are
 medians; bytes are new memory that torch's operations asked for.
 
     python -m benchmarks.append
@@ -30,35 +30,50 @@ def seconds(act: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def measure(length: int) -> dict[str, float]:
-    k_new = v_new = torch.randn(1, HEADS, 1, HEAD_DIM)
-    cache = KVCache(1, HEADS, HEAD_DIM, length + STEPS)
-    k, v = cache.update(*(torch.randn(1, HEADS, length, HEAD_DIM) for _ in range(2)))
-    k, v = k.clone(), v.clone()
+class Side:
+    """One length: a filled cache, the same rows as plain tensors, and the times measured so far."""
 
-    def update() -> None:
-        cache.update(k_new, v_new)
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.k_new = self.v_new = torch.randn(1, HEADS, 1, HEAD_DIM)
+        self.k, self.v = torch.randn(2, 1, HEADS, length, HEAD_DIM)
+        self.cache = KVCache(1, HEADS, HEAD_DIM, length + STEPS)
+        self.cache.append(self.k, self.v)
+        self.update_times: list[float] = []
+        self.concatenate_times: list[float] = []
 
-    def concatenate() -> None:
-        torch.cat([k, k_new], dim=2)
-        torch.cat([v, v_new], dim=2)
+    def update(self) -> None:
+        self.cache.update(self.k_new, self.v_new)
 
-    update_times, concatenate_times = [], []
+    def concatenate(self) -> None:
+        torch.cat([self.k, self.k_new], dim=2)
+        torch.cat([self.v, self.v_new], dim=2)
+
+    def results(self) -> dict[str, float]:
+        with CountAllocations() as update_bytes:
+            self.update()
+        with CountAllocations() as concatenate_bytes:
+            self.concatenate()
+        return {
+            "length": self.length,
+            "update_microseconds": statistics.median(self.update_times) * 1e6,
+            "concatenate_microseconds": statistics.median(self.concatenate_times) * 1e6,
+            "update_bytes": update_bytes.allocated,
+            "concatenate_bytes": concatenate_bytes.allocated,
+        }
+
+
+def measure() -> list[dict[str, float]]:
+    sides = [Side(length) for length in LENGTHS]
+    # All updates before the first concatenation, which empties the processor's caches of everything else.
     for _ in range(ROUNDS):
-        update_times.append(seconds(update, STEPS))
-        cache.rollback(STEPS)
-        concatenate_times.append(seconds(concatenate, 3))
-    with CountAllocations() as update_bytes:
-        update()
-    with CountAllocations() as concatenate_bytes:
-        concatenate()
-    return {
-        "length": length,
-        "update_microseconds": statistics.median(update_times) * 1e6,
-        "concatenate_microseconds": statistics.median(concatenate_times) * 1e6,
-        "update_bytes": update_bytes.allocated,
-        "concatenate_bytes": concatenate_bytes.allocated,
-    }
+        for side in sides:
+            side.update_times.append(seconds(side.update, STEPS))
+            side.cache.rollback(STEPS)
+    for _ in range(ROUNDS):
+        for side in sides:
+            side.concatenate_times.append(seconds(side.concatenate, 3))
+    return [side.results() for side in sides]
 
 
 def cpu_name() -> str:
@@ -69,8 +84,7 @@ def cpu_name() -> str:
 
 
 def main() -> None:
-    measure(LENGTHS[0])  # warm up
-    rows = [measure(length) for length in LENGTHS]
+    rows = measure()
     machine = f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     print(f"Append one token, float32, {HEADS} heads of {HEAD_DIM}; {machine}\n")
     print(f"{'stored':>8} {'KVCache.update':>16} {'new bytes':>10} {'concatenate':>14} {'new bytes':>12}")

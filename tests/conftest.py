@@ -1,6 +1,11 @@
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A shared machine may stall at any example.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from textwrap import dedent
 import pytest
 
 import kvcache
+import kvcache.hf
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,4 +30,10 @@ def test_python_blocks_run(page):
 
 def test_the_reference_names_everything_public():
     reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    assert [name for name in kvcache.__all__ if not re.search(rf"`{name}\b", reference)] == []
+    public = [*kvcache.__all__, *kvcache.hf.__all__]
+    assert [name for name in public if not re.search(rf"`{name}\b", reference)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_page_waits_for_a_capture(page):
+    assert not re.findall(r"CAPTURE_\w*", page.read_text(encoding="utf-8"))

@@ -58,8 +58,8 @@ def test_without_a_cache_it_is_causal_self_attention():
     assert_close(output, expected_output(attention, x))
 
 
-def test_state_dicts_of_the_teaching_module_load():
-    """The teaching module reads `qkv_proj`'s output as (batch, seq, 3, num_heads, head_dim)."""
+def test_weights_load_of_a_module_that_reads_qkv_as_batch_seq_3_heads_head_dim():
+    """Such a module splits `qkv_proj`'s output as (batch, seq, 3, num_heads, head_dim); the result is the same."""
     attention, x = module(), tokens(5)
     state = attention.state_dict()
     assert {name: tuple(weight.shape) for name, weight in state.items()} == {
@@ -133,13 +133,16 @@ def test_autocast_keeps_the_cache_in_the_computed_dtype():  # case C9
     attention(x[:, :2], KVCache(2, 6, 2, 8), use_cache=True)
 
 
-def test_training_with_a_cache_gives_gradients_to_the_new_tokens_queries_only():
-    attention, x = module(), tokens(4).requires_grad_()
+def test_training_with_a_cache_gives_gradients_to_the_new_tokens_only():
+    attention, x = module(), tokens(5).requires_grad_()
     _, cache = attention(x[:, :3], use_cache=True)
     output, _ = attention(x[:, 3:], cache, use_cache=True)
-    output.sum().backward()
+    output.square().sum().backward()
     assert (x.grad[:, :3] == 0).all()
-    assert (x.grad[:, 3] != 0).any()
+    constant_past = torch.cat([x[:, :3].detach(), new := x[:, 3:].detach().requires_grad_()], dim=1)
+    uncached, _ = attention(constant_past)
+    uncached[:, 3:].square().sum().backward()
+    assert_close(x.grad[:, 3:], new.grad)
 
 
 def test_gradients_without_a_cache_are_right():

@@ -1,18 +1,26 @@
 import subprocess
 import sys
 
+import pytest
+
 import kvcache
 
 
-def test_importing_it_imports_no_transformers():
-    code = "import sys, kvcache; print(sorted({'transformers', 'jax', 'rich', 'typer'} & set(sys.modules)))"
+def test_transformers_is_imported_when_kvcache_hf_is_first_asked_for():
+    code = (
+        "import sys, kvcache; print(sorted({'transformers', 'jax', 'rich', 'typer'} & set(sys.modules))); "
+        "print(kvcache.hf.cache_for.__name__, kvcache.hf.load_model.__name__)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert result.stdout.splitlines() == ["[]", "cache_for load_model"]
+    with pytest.raises(AttributeError, match="module 'kvcache' has no attribute 'nothing'"):
+        _ = kvcache.nothing
 
 
 def test_every_public_name_is_there_and_documented():
-    for name in kvcache.__all__:
-        assert getattr(kvcache, name).__doc__
+    for module in (kvcache, kvcache.hf):
+        for name in module.__all__:
+            assert getattr(module, name).__doc__
 
 
 def test_every_exception_is_a_kvcache_error_and_a_builtin_one():

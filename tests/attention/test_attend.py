@@ -1,26 +1,15 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import InvalidTypeError, InvalidValueError, attend, merge_attention
+from kvcache import InvalidTypeError, InvalidValueError, attend
+from tests.attention.random_inputs import DTYPES, NAN, random_qkv
 from tests.oracle import assert_close, attend_rows, mean_trick
-
-NAN = float("nan")
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
-
-def random_qkv(batch=2, heads=4, kv_heads=2, queries=3, slots=9, head_dim=8, v_head_dim=None, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(batch + heads + queries + slots + head_dim)
-    shapes = (
-        (batch, heads, queries, head_dim),
-        (batch, kv_heads, slots, head_dim),
-        (batch, kv_heads, slots, v_head_dim or head_dim),
-    )
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])  # two kernels: SDPA and the reference
@@ -165,6 +154,24 @@ def test_queries_that_see_nothing_give_zeros():
     assert (attend(q, k[:, :, :0], v[:, :, :0]) == 0).all()
 
 
+@pytest.mark.parametrize(("dtype", "stored"), [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("poison", [NAN, float("inf")])
+def test_rows_and_queries_that_see_nothing_give_zeros_beside_those_that_see(dtype, stored, window, poison):  # case B7
+    q, k, v = random_qkv(batch=6, queries=3, slots=9)
+    q, k, v = q.to(dtype), k.to(stored), v.to(stored)
+    lengths, starts = [9, 2, 0, 5, 7, 6], [0, 0, 0, 4, 7, 8]
+    expected, _ = attend_rows(q, k, v, lengths=lengths, starts=starts, window=window)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        for rows in (k, v):
+            rows[row, :, :start], rows[row, :, length:] = poison, poison
+    output = attend(q, k, v, lengths=lengths, starts=starts, window=window)
+    assert output.dtype == dtype
+    assert_close(output, expected)
+    seeing = [[1, 1, 1], [0, 1, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0], [0, 0, 0]]
+    assert (output != 0).any(dim=3).any(dim=1).int().tolist() == seeing
+
+
 def test_no_queries_give_an_empty_output():  # case K1
     q, k, v = random_qkv(queries=0, v_head_dim=5)
     assert attend(q, k, v).shape == (2, 4, 0, 5)
@@ -230,13 +237,15 @@ def test_float64_is_computed_in_float64():
     assert_close(lse, expected_lse)
 
 
-@pytest.mark.parametrize("lengths", [None, [9, 9]])
-def test_the_query_may_have_another_dtype_than_the_store(lengths):
-    q, k, v = random_qkv(dtype=torch.float32)
-    k, v = k.bfloat16(), v.bfloat16()
-    expected, _ = attend_rows(q, k, v)
+@pytest.mark.parametrize("lengths", [None, [9, 9], [4, 9]])
+@pytest.mark.parametrize(
+    "dtypes", [*itertools.product(DTYPES, repeat=3)], ids=lambda dtypes: " ".join(map(str, dtypes))
+)
+def test_query_keys_and_values_may_have_a_dtype_each(lengths, dtypes):
+    q, k, v = (x.to(dtype) for x, dtype in zip(random_qkv(), dtypes, strict=True))
+    expected, _ = attend_rows(q, k, v, lengths=lengths)
     output = attend(q, k, v, lengths=lengths)
-    assert output.dtype == torch.float32
+    assert output.dtype == q.dtype
     assert_close(output, expected)
 
 
@@ -256,39 +265,20 @@ def test_gradients_are_right(lengths):
     assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, lengths=lengths), inputs)
 
 
+def test_numbers_may_be_numpys():
+    q, k, v = random_qkv()
+    assert torch.equal(attend(q, k, v, scale=np.float32(0.5)), attend(q, k, v, scale=0.5))
+    assert torch.equal(attend(q, k, v, softcap=np.float64(2.0)), attend(q, k, v, softcap=2.0))
+    assert torch.equal(attend(q, k, v, window=np.int64(3)), attend(q, k, v, window=3))
+    with pytest.raises(InvalidValueError, match="scale is nan"):
+        attend(q, k, v, scale=np.float32("nan"))
+
+
 def test_inputs_are_unchanged():
     inputs = random_qkv()
     before = [x.clone() for x in inputs]
     attend(*inputs, lengths=[3, 9], starts=[1, 0], window=2)
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
-
-
-@given(cuts=st.lists(st.integers(0, 9), max_size=4), dtype=st.sampled_from(DTYPES))
-def test_merged_parts_equal_the_whole(cuts, dtype):
-    q, k, v = random_qkv(queries=1, dtype=dtype)
-    sink_logits = [0.5, 1.0, -1.0, 2.0]
-    expected, expected_lse = attend_rows(q, k, v, sink_logits=sink_logits)
-    bounds = [0, *sorted(cuts), 9]
-    parts = []
-    for start, end in itertools.pairwise(bounds):
-        logits = torch.tensor(sink_logits) if start == 0 and not parts else None
-        parts.append(attend(q, k[:, :, start:end], v[:, :, start:end], sink_logits=logits, return_lse=True))
-    output, lse = merge_attention(*zip(*parts, strict=True))
-    assert output.dtype == dtype
-    assert_close(output, expected)
-    assert_close(lse, expected_lse)
-
-
-def test_merging_ignores_what_a_part_without_weight_holds():
-    output = torch.full((1, 1, 2, 3), 5.0)
-    empty = torch.full_like(output, NAN)
-    nothing = torch.full((1, 1, 2), -math.inf)
-    merged, lse = merge_attention([output, empty], [torch.zeros(1, 1, 2), nothing])
-    assert (merged == 5.0).all()
-    assert (lse == 0.0).all()
-    merged, lse = merge_attention([empty, empty], [nothing, nothing])
-    assert (merged == 0.0).all()
-    assert (lse == -math.inf).all()
 
 
 Q, K, V = random_qkv(dtype=torch.float32)
@@ -340,18 +330,3 @@ def test_table_entries_that_nobody_needs_are_ignored():
     table = torch.tensor([[0, -1], [1, 99]])
     expected, _ = attend_rows(q, k, v)
     assert_close(attend(q, k, v, block_table=table, lengths=[3, 3]), expected)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "lses", "message"),
-    [
-        ([], [], "outputs has 0 parts"),
-        ([Q], [], "outputs has 1 parts and lses has 0"),
-        ([Q, Q[:1]], [Q[..., 0], Q[:1, ..., 0]], r"outputs\[1\] has shape"),
-        ([Q], [Q], r"lses\[0\] has shape"),
-        ([Q, Q.double()], [Q[..., 0]] * 2, r"outputs\[1\] has dtype"),
-    ],
-)
-def test_bad_parts_are_named(outputs, lses, message):
-    with pytest.raises((InvalidValueError, InvalidTypeError), match=message):
-        merge_attention(outputs, lses)

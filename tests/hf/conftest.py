@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.hf.model_files import word_llama, word_tokenizer
 from tests.hf.tiny_models import FAMILIES, WINDOW, gemma3
 
 
@@ -22,3 +23,19 @@ def hybrid():
 @pytest.fixture(scope="module")
 def models():
     return {name: make() for name, make in FAMILIES.items()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model of six words in transformers' format."""
+    path = tmp_path / "tiny"
+    word_llama().save_pretrained(path)
+    word_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def models_folder(tmp_path, monkeypatch):
+    """Where smollm2 would be stored by a user whose cache folder is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kvcache" / "models"

@@ -2,8 +2,6 @@
 
 import torch
 
-from tests.hf.tiny_models import VOCAB
-
 
 def tagged(first, count, batch=2, dtype=torch.float64):
     """Keys (batch, 2, count, 4) that carry their position, and values (batch, 2, count, 3) that carry its negative."""
@@ -26,7 +24,3 @@ def positions_of(k):
 
 def lengths(cache):
     return [layer.get_seq_length() for layer in cache.layers]
-
-
-def ids_of(count, batch=1, seed=1):
-    return torch.randint(3, VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))

@@ -8,7 +8,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from kvcache.hf import cache_for
-from tests.hf.tagged import ids_of
+from tests.hf.runs import ids_of
 from tests.hf.tiny_models import llama, mistral
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,8 +44,8 @@ def test_b1_a_query_sees_all_cached_keys():
         assert attention_over(cache, model.config, *numbers(cached + 1, 4))[0, :, 0, 0].tolist() == expected
 
 
-def test_b1_through_a_window():
-    """B1 with a window of 4 and 7 tokens, as 7, 4 + 3 and one by one: [1, 1.5, 2, 2.5, 3.5, 4.5, 5.5]."""
+def test_b1_and_e3_through_a_window():
+    """B1, E3: a window of 4 and 7 tokens, as 7, 4 + 3 and one by one: [1, 1.5, 2, 2.5, 3.5, 4.5, 5.5]."""
     model = mistral(window=4)
     for sizes in ((7,), (4, 3), (1,) * 7):
         cache, seen = cache_for(model), []

@@ -10,8 +10,9 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 
 from kvcache import InvalidTypeError, InvalidValueError
 from kvcache.hf import cache_for
-from tests.hf.tagged import fill, ids_of, lengths, positions_of
-from tests.hf.tiny_models import bart, gemma3, llama, t5
+from tests.hf.runs import ids_of
+from tests.hf.tagged import fill, lengths, positions_of
+from tests.hf.tiny_models import WINDOW, bart, gemma3, llama, t5
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -134,6 +135,16 @@ def test_keys_and_values_are_the_valid_rows_and_read_only(hybrid):
     assert cache.layers[2].keys is None
 
 
+def test_bytes_of_a_token_and_of_what_is_stored(hybrid):
+    cache = cache_for(hybrid, max_tokens=16, storage="float32")
+    assert (cache.nbytes, cache.stored_nbytes, cache.token_nbytes) == (0, 0, 0)
+    fill(cache, 7)
+    row = 2 * 2 * (4 + 3) * 4
+    assert cache.token_nbytes == 3 * row
+    assert cache.stored_nbytes == (WINDOW + WINDOW + 7) * row
+    assert cache.nbytes == (WINDOW + WINDOW + 16) * row
+
+
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 @pytest.mark.parametrize("max_tokens", [None, 20], ids=["growing", "preallocated"])
 def test_copies_share_no_buffers(hybrid, duplicate, max_tokens):
@@ -177,7 +188,7 @@ def test_a_cache_made_in_inference_mode_works_outside(models):
             cache = cache_for(model)
             model(ids[:, :7], cache=cache)
             cache.crop(-1)
-        twin = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(cache))).attach(model)
         expected = model(ids, use_cache=False).logits[:, 6:]
         for each in (cache, twin):
             logits = model(ids[:, 6:], cache=each).logits

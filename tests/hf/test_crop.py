@@ -166,7 +166,7 @@ def test_rows_of_the_batch_follow_their_index(hybrid):
     cache.batch_select_indices(torch.tensor([1, 0]))
     assert cache.layers[0].keys[:, 0, -1, 0].tolist() == [11, 1011]
     assert cache.layers[2].keys[:, 0, 0, 0].tolist() == [0, 1000]
-    with pytest.raises(InvalidValueError, match=r"index holds 2; expected rows in \[0, 2\)"):
+    with pytest.raises(InvalidValueError, match=r"index holds 2; expected every entry in \[0, 1\]"):
         cache.reorder_cache(torch.tensor([0, 2]))
     assert cache.layers[0].keys[:, 0, -1, 0].tolist() == [11, 1011]
 

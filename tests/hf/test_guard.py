@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from kvcache import InvalidValueError
+from kvcache import InvalidTypeError, InvalidValueError
 from kvcache.hf import cache_for
-from tests.hf.tagged import ids_of, lengths
+from tests.hf.runs import every_family, ids_of
+from tests.hf.tagged import lengths
 from tests.hf.tiny_models import FAMILIES, bart, gemma3, gpt2, llama, t5
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def attributes(model):
@@ -173,25 +173,101 @@ def test_other_caches_are_none_of_the_guards_business(hybrid):
     assert cache.get_seq_length() == 0
 
 
-def test_an_interrupted_forward_is_noticed(hybrid):
-    cache = cache_for(hybrid)
-    ids = ids_of(8)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
+@pytest.mark.parametrize("make", [llama, gemma3, t5])
+def test_a_cache_of_another_model_is_refused_and_unchanged(make):
+    model, other = make(), make(seed=3)
+    cache, guarding = cache_for(model), cache_for(other)
+    ids, encoder = ids_of(5), {}
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    if prefix:
+        encoder = {"encoder_outputs": model.get_encoder()(ids_of(4))}
     with torch.no_grad():
-        hybrid(ids[:, :4], cache=cache)
-        hook = hybrid.model.layers[2].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            hybrid(ids[:, 4:6], cache=cache)
-        hook.remove()
-        with pytest.raises(
-            InvalidValueError, match=r"hold between 4 and 6 tokens, .* interrupted; reset\(\) the cache"
-        ):
-            hybrid(ids[:, 4:6], cache=cache)
-        cache.reset()
-        assert hybrid(ids, cache=cache).logits.shape[1] == 8
+        model(**{f"{prefix}input_ids": ids[:, :3]}, cache=cache, **encoder)
+        before = copy.deepcopy(cache)
+        for argument in ("cache", "past_key_values"):
+            with pytest.raises(InvalidValueError, match="made for another model"):
+                other(**{f"{prefix}input_ids": ids[:, 3:]}, **encoder, **{argument: cache})
+        for count in (3, 5):  # of which 3 are cached
+            if not prefix:
+                with pytest.raises(InvalidValueError, match="made for another model"):
+                    other.generate(ids[:, :count], max_new_tokens=2, cache=cache)
+        own, own_before = (getattr(each, "self_attention_cache", each) for each in (cache, before))
+        assert torch.equal(own.known_tokens(), ids[:, :3])
+        for layer, old in zip(own.layers, own_before.layers, strict=True):
+            assert torch.equal(layer.keys, old.keys)
+            assert torch.equal(layer.values, old.values)
+        logits = model(**{f"{prefix}input_ids": ids[:, 3:]}, cache=cache, **encoder).logits
+        expected = model(**{f"{prefix}input_ids": ids}, use_cache=False, **encoder).logits[:, 3:]
+        torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    assert guarding.get_seq_length() == 0
+
+
+@every_family
+@pytest.mark.parametrize("guarded", [True, False], ids=["model guarded", "model not guarded"])
+def test_a_loaded_cache_is_refused_until_it_is_attached(family, guarded):
+    model, ids = FAMILIES[family](), ids_of(8)
+    cache = cache_for(model)
+    with torch.no_grad():
+        model(ids[:, :6], cache=cache)
+    saved = pickle.dumps(cache)
+    if not guarded:
+        del cache
+        gc.collect()
+        assert "prepare_inputs_for_generation" not in model.__dict__
+    loaded = pickle.loads(saved)
+    with torch.no_grad():
+        with pytest.raises(InvalidValueError, match="attach"):
+            model(ids[:, 6:], cache=loaded)
+        for count in (6, 8):  # of which 6 are cached
+            with pytest.raises(InvalidValueError, match="attach"):
+                model.generate(ids[:, :count], max_new_tokens=2, cache=loaded)
+        assert lengths(loaded) == [6] * len(loaded)
+        assert torch.equal(loaded.known_tokens(), ids[:, :6])
+        assert loaded.attach(model) is loaded
+        with pytest.raises(InvalidValueError, match="covers 6 tokens; expected 8"):
+            model(ids[:, 6:], attention_mask=torch.ones(1, 6), cache=loaded)
+        twin = copy.deepcopy(loaded)
+        logits = model(ids[:, 6:], cache=loaded).logits
+        torch.testing.assert_close(logits, model(ids, use_cache=False).logits[:, 6:], rtol=1e-12, atol=1e-12)
+        text = model.generate(ids, max_new_tokens=3, cache=twin)
+        assert torch.equal(text, model.generate(ids, max_new_tokens=3, use_cache=False))
+    del loaded, twin
+    if not guarded:
+        gc.collect()
+        assert "prepare_inputs_for_generation" not in model.__dict__
+
+
+def test_a_loaded_encoder_decoder_cache_is_attached_whole():
+    model, ids, encoder_ids = bart(), ids_of(5), ids_of(4)
+    cache = cache_for(model)
+    with torch.no_grad():
+        model(input_ids=encoder_ids, decoder_input_ids=ids[:, :3], cache=cache)
+        loaded = pickle.loads(pickle.dumps(cache))
+        with pytest.raises(InvalidValueError, match="attach"):
+            model(input_ids=encoder_ids, decoder_input_ids=ids[:, 3:], cache=loaded)
+        assert loaded.attach(model) is loaded
+        logits = model(input_ids=encoder_ids, decoder_input_ids=ids[:, 3:], cache=loaded).logits
+        expected = model(input_ids=encoder_ids, decoder_input_ids=ids, use_cache=False).logits[:, 3:]
+        torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cache_is_attached_only_to_a_model_with_such_layers():
+    loaded = pickle.loads(pickle.dumps(cache_for(gemma3())))
+    for model in (llama(num_hidden_layers=3), gemma3(window=6), gemma3(layer_types=["sliding_attention"] * 3)):
+        before = attributes(model)
+        with pytest.raises(InvalidValueError, match=r"the cache has layers of the kinds \['sliding \(window 5\)', .*"):
+            loaded.attach(model)
+        assert attributes(model) == before
+    with pytest.raises(InvalidTypeError, match="model is a NoneType; expected a transformers model"):
+        loaded.attach(None)
+    model = gemma3(seed=4)
+    loaded.attach(model)
+    other, guarding = gemma3(), None
+    guarding = cache_for(other)
+    with pytest.raises(InvalidValueError, match="made for another model"):
+        other(ids_of(2), cache=loaded)
+    assert guarding.get_seq_length() == 0
+    assert model(ids_of(2), cache=loaded).logits.shape[1] == 2
 
 
 def test_known_tokens_follow_every_operation(models):

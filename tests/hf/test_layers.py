@@ -7,9 +7,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
-from kvcache import CacheFullError, InvalidValueError, RollbackError
+from kvcache import CacheFullError, InvalidValueError, KVCacheError, RollbackError
 from kvcache.hf import cache_for
 from tests.allocations import CountAllocations
 from tests.hf.tagged import fill, lengths, positions_of, tagged
@@ -111,7 +112,7 @@ def test_any_sequence_of_operations_keeps_the_history(hybrid, max_tokens, operat
         elif name == "copy":
             cache = copy.deepcopy(cache)
         elif name == "pickle":
-            cache = pickle.loads(pickle.dumps(cache))
+            cache = pickle.loads(pickle.dumps(cache)).attach(hybrid)
         longest = longest if history.shape[1] else 0
         assert lengths(cache) == [history.shape[1]] * 3
 
@@ -221,6 +222,29 @@ def test_c12_a_window_in_use_allocates_no_more_as_it_goes(hybrid):
         fill(cache, 1)
         sizes.add(sum(layer.rows.nbytes for layer in cache.layers[:2]))
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("max_tokens", [None, 200], ids=["growing", "preallocated"])
+def test_a_window_holds_nothing_of_a_long_prompt_outside_its_buffers(hybrid, max_tokens):
+    cache = cache_for(hybrid, max_tokens)
+    fill(cache, 100)
+    for layer in cache.layers[:2]:
+        tensors = [leaf for leaf in tree_leaves(vars(layer.rows)) if isinstance(leaf, torch.Tensor)]
+        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        assert len(held) >= 2
+        assert sum(held.values()) <= layer.rows.nbytes == 2 * 2 * WINDOW * (4 + 3) * 8
+        assert not [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("act", ["offload", "prefetch"])
+def test_offloading_is_refused(hybrid, act):
+    cache = cache_for(hybrid)
+    fill(cache, 7)
+    before = [layer.keys for layer in cache.layers]
+    for layer in cache.layers:
+        with pytest.raises(KVCacheError, match="cannot be offloaded"):
+            getattr(layer, act)()
+    assert all(torch.equal(old, layer.keys) for old, layer in zip(before, cache.layers, strict=True))
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])

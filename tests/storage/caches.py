@@ -1,5 +1,10 @@
-"""Every cache class in the settings that the conformance suite runs over; a new cache joins the list."""
+"""Every cache class in the settings that the conformance suite runs over; a new cache joins the list.
 
+The suite is every `test_conformance_*.py` beside this file.
+"""
+
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,3 +57,12 @@ CACHE_KINDS = [
     _window(3, sinks=2, slack=3),
     _window(64, sinks=1),
 ]
+
+COPIES: dict[str, Callable[[LayerCache], LayerCache]] = {
+    "copy": lambda cache: cache.copy(),
+    "copy.copy": copy.copy,
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "state": lambda cache: type(cache).from_state(cache.state, cache.meta_state),
+}
+"""Every way to an independent cache with the same content."""

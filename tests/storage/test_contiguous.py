@@ -3,6 +3,7 @@ import torch
 
 from kvcache import CacheFullError, InvalidTypeError, InvalidValueError, KVCache
 from tests.allocations import CountAllocations
+from tests.oracle import mean_trick
 
 
 def ones(count, batch=1, heads=2, head_dim=4):
@@ -44,26 +45,58 @@ def test_exactly_as_many_tokens_fit_as_it_was_made_for(capacity):  # cases C1, C
     assert str(refused.value) == expected
     assert isinstance(refused.value, ValueError)
     assert cache.seq_len == capacity
+    for count in (max(capacity - 1, 0), capacity):
+        cache.reset()
+        cache.append(ones(count), ones(count))
+        assert cache.seq_len == count
+    cache.reset()
+    with pytest.raises(CacheFullError, match=f"0 of {capacity} tokens stored, {capacity + 1} more asked for"):
+        cache.append(ones(capacity + 1), ones(capacity + 1))
+    assert cache.seq_len == 0
 
 
 def test_a_chunk_that_only_partly_fits_is_refused_whole():  # case B14
     cache = KVCache(1, 2, 4, 8)
     cache.update(ones(7), ones(7))
-    before = cache.k_cache.clone()
-    with pytest.raises(CacheFullError, match="7 of 8 tokens stored, 2 more asked for"):
-        cache.update(7 * ones(2), 7 * ones(2))
+    before = cache.k_cache.clone(), cache.v_cache.clone()
+    for store in (cache.update, cache.append):
+        with pytest.raises(CacheFullError, match="7 of 8 tokens stored, 2 more asked for"):
+            store(7 * ones(2), 7 * ones(2))
     assert cache.seq_len == 7
-    assert torch.equal(cache.k_cache, before)
+    assert torch.equal(cache.k_cache, before[0])
+    assert torch.equal(cache.v_cache, before[1])
 
 
-def test_big_chunks_append_to_a_filled_cache():  # case C5
+def test_last_queries_see_everything_before_them():  # case B1
+    cache = KVCache(1, 1, 1, 4, torch.float64)
+    cache.update(*mean_trick(4))
+    for queries, expected in ((1, [2.5]), (2, [2.0, 2.5])):
+        output = cache.attend(torch.ones(1, 1, queries, 1, dtype=torch.float64))
+        assert output.flatten().tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["update", "append"])
+def test_big_chunks_append_to_a_filled_cache(method):  # case C5
     cache = KVCache(1, 2, 4, 14)
     tokens = torch.randn(1, 2, 14, 4)
     for start, end in ((0, 1), (1, 5), (5, 14)):
-        k, v = cache.update(tokens[:, :, start:end], -tokens[:, :, start:end])
+        getattr(cache, method)(tokens[:, :, start:end], -tokens[:, :, start:end])
+    k, v = cache.stored_rows()
     assert cache.seq_len == 14
     assert torch.equal(k, tokens)
     assert torch.equal(v, -tokens)
+
+
+def test_resized_fits_whatever_holds_the_stored_tokens():
+    cache = KVCache(1, 2, 4, 16, storage="float16", v_head_dim=3)
+    cache.append(ones(5), ones(5, head_dim=3))
+    for capacity in (5, 6, 40):
+        other = cache.resized(max_seq_len=capacity)
+        assert (other.max_seq_len, other.seq_len, other.storage, other.v_head_dim) == (capacity, 5, "float16", 3)
+        assert all(torch.equal(*rows) for rows in zip(other.stored_rows(), cache.stored_rows(), strict=True))
+    with pytest.raises(InvalidValueError, match=r"holds 5 rows; expected .* at most max_seq_len = 4"):
+        cache.resized(max_seq_len=4)
+    assert (cache.max_seq_len, cache.seq_len) == (16, 5)
 
 
 def test_update_returns_views_of_the_buffers():
@@ -74,13 +107,24 @@ def test_update_returns_views_of_the_buffers():
     assert v.data_ptr() == cache.v_cache.data_ptr()
 
 
-def test_512_steps_allocate_nothing():  # case C12
+@pytest.mark.parametrize("method", ["update", "append"])
+def test_512_steps_allocate_nothing(method):  # case C12
     cache = KVCache(1, 2, 4, 512)
     k, v = ones(1), ones(1)
+    store = getattr(cache, method)
     with CountAllocations() as count:
         for _ in range(512):
-            cache.update(k, v)
+            store(k, v)
     assert count.allocated == 0
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_append_makes_no_copy_in_the_dtype_that_comes_out(storage):  # case C12
+    cache = KVCache(1, 2, 4, 4100, storage=storage)
+    cache.append(ones(4096), ones(4096))
+    with CountAllocations() as count:
+        cache.append(ones(1), ones(1))
+    assert count.allocated <= 2 * ones(1).nbytes + cache.token_nbytes
 
 
 def test_a_decode_step_copies_nothing_of_what_is_stored():  # case C12

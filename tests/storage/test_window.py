@@ -156,7 +156,7 @@ def test_left_padding_reaches_into_a_wrapped_window():
     assert_close(cache.attend(q, starts=[8, 0]), attend_rows(q, k, v, starts=[8, 0], window=4)[0])
 
 
-def test_a_decode_step_costs_the_same_however_long_the_sequence():
+def test_a_decode_step_costs_the_same_however_long_the_sequence():  # case C12
     allocated = []
     for length in (64, 4096):
         cache = window_cache(16)
@@ -166,6 +166,60 @@ def test_a_decode_step_costs_the_same_however_long_the_sequence():
             cache.attend(ones(1))
         allocated.append(count.allocated)
     assert allocated[1] == allocated[0]
+
+
+@pytest.mark.parametrize("storage", ["float64", "bfloat16"])
+def test_append_costs_the_same_however_wide_the_window(storage):  # case C12
+    allocated = []
+    for window in (16, 4000):
+        cache = window_cache(window, storage=storage, slack=2, sinks=1)
+        cache.append(*tag_tokens(0, window + 100))
+        k, v = ones(1), ones(1)
+        with CountAllocations() as count:
+            cache.append(k, v)
+        allocated.append(count.allocated)
+    assert allocated[1] == allocated[0] <= cache.token_nbytes
+
+
+def test_append_keeps_what_the_queries_of_a_long_step_see():  # case E3
+    cache = window_cache(4)
+    assert cache.append(*tag_tokens(0, 7)) is None
+    assert cache.attend(ones(7)).flatten().tolist() == pytest.approx([1, 1.5, 2, 2.5, 3.5, 4.5, 5.5], rel=1e-12)
+    assert cache.append(*tag_tokens(7, 1)) is None
+    assert cache.attend(ones(1)).item() == pytest.approx(6.5, rel=1e-12)  # 5, 6, 7, 8
+
+
+def test_resized_gives_other_windows_and_slacks():
+    cache = window_cache(3, sinks=1, slack=2)
+    cache.append(*tag_tokens(0, 9))
+    assert stored_tags(cache) == [1, 5, 6, 7, 8, 9]
+    roomier = cache.resized(slack=4)
+    assert (roomier.window, roomier.sinks, roomier.slack, roomier.k_cache.shape[2]) == (3, 1, 4, 8)
+    assert stored_tags(roomier) == [1, 5, 6, 7, 8, 9]
+    roomier.append(*tag_tokens(9, 2))
+    assert stored_tags(roomier) == [1, 5, 6, 7, 8, 9, 10, 11]
+    tighter = cache.resized(window=2, slack=0)
+    assert stored_tags(tighter) == [1, 8, 9]
+    assert tighter.attend(ones(1)).item() == pytest.approx((1 + 8 + 9) / 3, rel=1e-12)
+    wider = cache.resized(window=5, slack=0)  # tokens 5 to 9 are stored, and 6 to 9 are what the next one sees
+    assert stored_tags(wider) == [1, 5, 6, 7, 8, 9]
+    wider.append(*tag_tokens(9, 1))
+    assert wider.attend(ones(1)).item() == pytest.approx((1 + 6 + 7 + 8 + 9 + 10) / 6, rel=1e-12)
+    assert stored_tags(cache) == [1, 5, 6, 7, 8, 9]
+    assert (cache.window, cache.slack) == (3, 2)
+
+
+def test_a_window_that_would_see_dropped_tokens_is_refused():
+    cache = window_cache(3)
+    cache.append(*tag_tokens(0, 9))
+    with pytest.raises(InvalidValueError, match="3 rows; that does not fit seq_len = 9, window = 8"):
+        cache.resized(window=8)
+    assert stored_tags(cache) == [7, 8, 9]
+    fresh = window_cache(3)
+    fresh.append(*tag_tokens(0, 3))
+    fresh = fresh.resized(window=8)
+    fresh.append(*tag_tokens(3, 3))
+    assert fresh.attend(ones(1)).item() == pytest.approx(3.5, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""Random acts on any cache, checked against the plain list of what it was given."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcache import CacheFullError, InvalidValueError, RollbackError
+from tests.storage.caches import CACHE_KINDS, COPIES
+from tests.storage.histories import check_attends_like_the_history, random_tokens
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random acts on a cache, and on the plain list of what it was given."""
+
+    @initialize(kind=st.sampled_from(CACHE_KINDS))
+    def start(self, kind):
+        self.kind = kind
+        self.cache = kind()
+        self.k, self.v = random_tokens(0)
+        self.seed = 0
+
+    def tokens(self, count):
+        self.seed += 1
+        return random_tokens(count, batch=self.cache.batch_size, seed=self.seed)
+
+    @rule(count=st.integers(0, 9))
+    def update(self, count):
+        k, v = self.tokens(count)
+        if self.kind.capacity and self.cache.seq_len + count > self.kind.capacity:
+            with pytest.raises(CacheFullError):
+                self.cache.update(k, v)
+            return
+        self.cache.update(k, v)
+        self.k, self.v = torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
+        if count:
+            check_attends_like_the_history(self.cache, self.kind, self.k, self.v, queries=count)
+
+    @rule(count=st.integers(0, 12))
+    def rollback(self, count):
+        if self.cache.can_rollback(count):
+            self.cache.rollback(count)
+            length = self.k.shape[2] - count
+            self.k, self.v = self.k[:, :, :length], self.v[:, :, :length]
+        else:
+            with pytest.raises((RollbackError, InvalidValueError)):
+                self.cache.rollback(count)
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.k, self.v = self.k[:, :, :0], self.v[:, :, :0]
+
+    @rule(data=st.data())
+    def rebatch(self, data):
+        batch = self.cache.batch_size
+        index = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=3))
+        self.cache.select(index)
+        self.k, self.v = self.k[index], self.v[index]
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        batch = self.cache.batch_size
+        index = data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
+        self.cache.reorder(index)
+        self.k, self.v = self.k[index], self.v[index]
+
+    @precondition(lambda self: self.cache.batch_size < 3)
+    @rule()
+    def repeat(self):
+        self.cache.repeat(2)
+        self.k, self.v = self.k.repeat_interleave(2, 0), self.v.repeat_interleave(2, 0)
+
+    @rule(way=st.sampled_from(sorted(COPIES)))
+    def continue_with_a_copy(self, way):
+        old = self.cache
+        self.cache = COPIES[way](old)
+        if old.seq_len + 2 <= (self.kind.capacity or 1000):
+            old.update(*self.tokens(2))
+
+    @invariant()
+    def lengths_agree(self):
+        assert self.cache.seq_len == self.k.shape[2]
+        assert self.cache.state["k"].shape[2] == self.cache.stored_len <= self.cache.k_cache.shape[2]
+
+    @invariant()
+    def the_next_token_sees_what_the_rule_says(self):
+        if self.kind.capacity == self.cache.seq_len:
+            return
+        probe = self.cache.copy()
+        k, v = random_tokens(1, batch=probe.batch_size, seed=12345)
+        probe.update(k, v)
+        history = torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
+        check_attends_like_the_history(probe, self.kind, *history)
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

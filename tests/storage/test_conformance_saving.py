@@ -1,0 +1,129 @@
+"""Copies of any cache: by copying, by pickling, by its state, with other sizes, on another device."""
+
+import pytest
+import torch
+
+from kvcache import InvalidTypeError, InvalidValueError
+from tests.storage.caches import COPIES
+from tests.storage.histories import check_attends_like_the_history, content, every_kind, filled, random_tokens
+
+
+@every_kind
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("length", [0, 3, 11])
+def test_copies_are_equal_and_independent(kind, way, length):  # case C14
+    cache, k, v = filled(kind, length, storage="float32") if way == "state" else filled(kind, length)
+    k, v = k.to(cache.k_cache.dtype), v.to(cache.k_cache.dtype)
+    other = COPIES[way](cache)
+    assert type(other) is type(cache)
+    assert repr(other) == repr(cache)
+    assert content(other) == content(cache)
+    assert other.nbytes == cache.nbytes
+    branches = [random_tokens(2, seed=seed, dtype=k.dtype) for seed in (1, 2)]
+    for branch, (new_k, new_v) in zip((cache, other), branches, strict=True):
+        branch.update(new_k, new_v)
+    for branch, (new_k, new_v) in zip((cache, other), branches, strict=True):
+        check_attends_like_the_history(branch, kind, torch.cat([k, new_k], 2), torch.cat([v, new_v], 2), queries=2)
+
+
+@every_kind
+@pytest.mark.parametrize("length", [0, 3, 11])
+def test_stored_rows_are_in_order_of_position_as_they_are_kept(kind, length):
+    cache, k, v = filled(kind, length, v_head_dim=3, storage="float32")
+    cache.append(*random_tokens(1, v_head_dim=3, seed=1))
+    cache.rollback(1)
+    sinks = min(kind.sinks, length)
+    newest = cache.stored_len - sinks
+    positions = [*range(sinks), *range(length - newest, length)]
+    stored_k, stored_v = cache.stored_rows()
+    assert torch.equal(stored_k, k.float()[:, :, positions])
+    assert torch.equal(stored_v, v.float()[:, :, positions])
+    assert stored_k.dtype == stored_v.dtype == torch.float32
+    assert stored_k.shape == (2, 2, cache.stored_len, 4)
+    assert stored_v.shape == (2, 2, cache.stored_len, 3)
+
+
+@every_kind
+@pytest.mark.parametrize("length", [0, 3, 20])
+def test_resized_caches_are_independent_and_hold_the_same(kind, length):
+    cache, k, v = filled(kind, length, storage="float32")
+    k, v = k.float(), v.float()
+    before = content(cache)
+    size = "max_seq_len" if kind.capacity else "slack"
+    larger = cache.resized(**{size: getattr(cache, size) + 9})
+    assert type(larger) is type(cache)
+    assert content(larger) == {**before, size: before[size] + 9}
+    assert larger.k_cache.shape[2] == cache.k_cache.shape[2] + 9
+    new_k, new_v = random_tokens(2, seed=1, dtype=torch.float32)
+    larger.append(new_k, new_v)
+    assert content(cache) == before
+    check_attends_like_the_history(larger, kind, torch.cat([k, new_k], 2), torch.cat([v, new_v], 2), queries=2)
+    cache.reset()
+    assert larger.seq_len == length + 2
+
+
+@every_kind
+def test_bad_new_sizes_change_nothing(kind):
+    cache, k, v = filled(kind, 20)
+    before = content(cache)
+    sizes = {"max_seq_len": 0} if kind.capacity else {"window": 1, "slack": 0}
+    for name, minimum in sizes.items():
+        with pytest.raises(InvalidValueError, match=f"{name} is {minimum - 1}"):
+            cache.resized(**{name: minimum - 1})
+        with pytest.raises(InvalidTypeError, match=f"{name} is a float"):
+            cache.resized(**{name: 30.0})
+    with pytest.raises(TypeError, match="sinks"):
+        cache.resized(sinks=1)
+    assert content(cache) == before
+    check_attends_like_the_history(cache, kind, k, v)
+
+
+@every_kind
+def test_state_holds_the_stored_rows_and_plain_data(kind):
+    cache, k, v = filled(kind, 11)
+    state = cache.state
+    assert set(state) == {"k", "v"}
+    for rows in state.values():
+        assert rows.shape[2] == cache.stored_len
+        assert rows.is_contiguous()
+        assert rows.untyped_storage().nbytes() == rows.nbytes
+    assert all(type(value) in (int, str) for value in cache.meta_state.values())
+    for act in (lambda s: s.update(x=k), lambda s: s.pop("v"), lambda s: s.update(v=v[:, :, :0])):
+        broken = cache.state
+        act(broken)
+        with pytest.raises(InvalidValueError, match="state"):
+            type(cache).from_state(broken, cache.meta_state)
+    for change in ({"type": "Other"}, {"version": 99}, {"seq_len": 0}, {"extra": 1}):
+        with pytest.raises(InvalidValueError, match="state"):
+            type(cache).from_state(cache.state, {**cache.meta_state, **change})
+    for name, arguments in (("state", (None, cache.meta_state)), ("meta_state", (cache.state, [1]))):
+        with pytest.raises(InvalidTypeError, match=f"{name} is a (NoneType|list); expected a dict"):
+            type(cache).from_state(*arguments)
+
+
+@every_kind
+def test_caches_made_in_inference_mode_work_outside_of_it(kind):
+    with torch.inference_mode():
+        cache = kind()
+        k, v = random_tokens(3)
+        cache.update(k, v)
+        cache.reorder([0, 1])
+        other = cache.copy()
+        other.repeat(2)
+        other.select([0, 2])
+    other.update(k, v)
+    new_k, new_v = random_tokens(2, seed=1)
+    cache.update(new_k, new_v)
+    check_attends_like_the_history(cache, kind, torch.cat([k, new_k], 2), torch.cat([v, new_v], 2), queries=2)
+    with torch.inference_mode():
+        cache.update(new_k, new_v)
+
+
+@every_kind
+def test_to_moves_in_place_and_returns_the_cache(kind):
+    cache, k, v = filled(kind, 6)
+    assert cache.to("cpu") is cache
+    with pytest.raises(InvalidValueError, match="device is 'nowhere'"):
+        cache.to("nowhere")
+    check_attends_like_the_history(cache, kind, k, v)
+    assert cache.copy().to("meta").device.type == "meta"

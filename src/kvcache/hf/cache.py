@@ -25,6 +25,7 @@ class ModelCache(Cache):
         super().__init__(layers=layers)  # type: ignore[arg-type]
         self.guard = guard
         self._tokens = TokenRecord()
+        self._began_at: int | None = None  # the length when the forward that is under way, or was interrupted, began
 
     @property
     def batch_size(self) -> int:
@@ -76,7 +77,7 @@ class ModelCache(Cache):
             InvalidValueError: a window no longer holds what it needs for that; nothing has changed.
         """
         lengths = [layer.get_seq_length() for layer in self.layers]
-        finished = min(lengths)
+        finished = min(lengths) if self._began_at is None else min(*lengths, self._began_at)
         if finished == max(lengths):
             return
         unfinished = [layer for layer in self.layers if layer.get_seq_length() > finished]
@@ -87,6 +88,15 @@ class ModelCache(Cache):
             )
         for layer in unfinished:
             layer.crop(finished - layer.get_seq_length())
+        self._began_at = None
+
+    def begin(self) -> None:
+        """Note that a forward begins; if it never ends, what it stores is taken back before the next."""
+        self._began_at = self.get_seq_length()
+
+    def finish(self) -> None:
+        """Note that it ended."""
+        self._began_at = None
 
     def known_tokens(self) -> torch.Tensor | None:
         """Return the ids (B, seq_len) of the stored tokens, None where a forward has not told them all."""
@@ -98,6 +108,7 @@ class ModelCache(Cache):
 
     def reset(self) -> None:
         """Forget everything; the next text may have another batch size."""
+        self._began_at = None
         super().reset()  # type: ignore[no-untyped-call]
         self._tokens = TokenRecord()
 

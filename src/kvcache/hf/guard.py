@@ -1,7 +1,7 @@
 """Catches what would silently give wrong text, and what a cache alone cannot see.
 
-A guarded model has a forward pre-hook and, on the instance, a `prepare_inputs_for_generation` of its own. Both act
-only on calls with a cache that holds a `Guard`, and both go when the last cache that holds this model's guard does.
+A guarded model has a hook before and one after its forward and, on the instance, a `prepare_inputs_for_generation` of
+its own. They act only on calls with a cache that holds a `Guard`, and go with the last cache that holds this model's.
 """
 
 import inspect
@@ -49,14 +49,18 @@ def guard_model(model: nn.Module) -> Guard:
     guard = present.guard() if isinstance(present, _PrepareInputs) else None
     if guard is None:
         guard = Guard(model)
-        hook = model.register_forward_pre_hook(check_forward, with_kwargs=True)
+        hooks = (
+            model.register_forward_pre_hook(check_forward, with_kwargs=True),
+            model.register_forward_hook(finish_forward, with_kwargs=True),
+        )
         model.__dict__[METHOD] = _PrepareInputs(model, present, guard)
-        weakref.finalize(guard, _remove, weakref.ref(model), hook).atexit = False
+        weakref.finalize(guard, _remove, weakref.ref(model), hooks).atexit = False
     return guard
 
 
-def _remove(model_ref: "weakref.ref[nn.Module]", hook: Any) -> None:
-    hook.remove()
+def _remove(model_ref: "weakref.ref[nn.Module]", hooks: tuple[Any, ...]) -> None:
+    for hook in hooks:
+        hook.remove()
     model = model_ref()
     if model is None or not isinstance(present := model.__dict__.get(METHOD), _PrepareInputs):
         return
@@ -87,6 +91,7 @@ class _PrepareInputs:
         cache = _guarded_cache(kwargs)
         if cache is None:
             return self.previous(input_ids, *args, **kwargs)
+        _check_belongs(cache, self._model())
         cache.drop_unfinished()
         if kwargs.get("use_cache") is False:
             raise InvalidValueError(
@@ -122,8 +127,7 @@ def check_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             back to where it began; there are no tokens; or a 2-D attention mask does not cover the cached and the
             new ones.
     """
-    if args:
-        kwargs = kwargs | dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+    kwargs = _by_name(model, args, kwargs)
     cache = _guarded_cache(kwargs)
     if cache is None:
         return
@@ -133,14 +137,34 @@ def check_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     new = input_ids if input_ids is not None else kwargs.get(f"{prefix}inputs_embeds")
     if new is None:
         return
-    if cache.guard.attached and not cache.guard.protects(model):
-        raise InvalidValueError("the cache was made for another model; make one with cache_for(model) for this one")
+    _check_belongs(cache, model)
     if new.shape[1] == 0:
         raise InvalidValueError("the input has no tokens; expected at least one")
     cache.drop_unfinished()
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         _check_covered(f"{prefix}attention_mask", mask.shape[1], cache.get_seq_length(), new.shape[1])
     cache.note_tokens(input_ids)
+    cache.begin()
+
+
+def finish_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Note that a forward came to its end (a hook)."""
+    cache = _guarded_cache(_by_name(model, args, kwargs))
+    if cache is not None:
+        cache.finish()
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if not args:
+        return kwargs
+    return kwargs | dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+
+
+def _check_belongs(cache: Any, model: Any) -> None:
+    if not cache.guard.attached:
+        raise InvalidValueError("a loaded cache belongs to no model yet; call cache.attach(model) first")
+    if not cache.guard.protects(model):
+        raise InvalidValueError("the cache was made for another model; make one with cache_for(model) for this one")
 
 
 def _guarded_cache(arguments: dict[str, Any]) -> Any:

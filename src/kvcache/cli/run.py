@@ -110,10 +110,10 @@ def generate(
     )
 
 
-def warm_up(model: Any) -> None:
-    """Run one token once, so that no timed run pays for what a process does once."""
+def warm_up(model: Any, prompt_ids: list[int]) -> None:
+    """Process the prompt's first tokens once, so that no timed run pays for what a process does once."""
     with torch.inference_mode():
-        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+        model(torch.tensor([prompt_ids[:64]], device=model.device), use_cache=False)
 
 
 class _Clock(BaseStreamer):

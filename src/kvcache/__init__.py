@@ -35,9 +35,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `kvcache.hf`, and transformers with it, when it is first asked for."""
+    """Look up what is costly only when it is asked for: `kvcache.hf`, which needs transformers, and the version."""
     if name == "hf":
         import kvcache.hf
 
         return kvcache.hf
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("torch-kvcache")
     raise AttributeError(f"module 'kvcache' has no attribute {name!r}")

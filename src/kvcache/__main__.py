@@ -1,5 +1,5 @@
 """`python -m kvcache` is the `kvcache` command."""
 
-from kvcache.cli.main import main
+from kvcache.cli import main
 
 main()

@@ -48,7 +48,10 @@ def test_json_holds_what_people_see(capsys, smollm2):
     assert data["text"] == "The capital of France is Paris."
     assert (data["prompt_tokens"], data["generated_tokens"], data["finish_reason"]) == (37, 8, "stop")
     assert data["token_ids"][-1] == smollm2.tokenizer.eos_token_id
-    assert data["qkv_projections_per_layer"] == 3 * (37 + 8 - 1)
+    assert data["qkv_projections_per_layer"] == {
+        "with_cache": 3 * (37 + 8 - 1),
+        "without_cache": 3 * sum(range(37, 45)),
+    }
     assert data["cache"] == {
         "tokens": 44,
         "bytes": 56 * 46080,
@@ -67,7 +70,7 @@ def test_compare_finds_the_same_tokens_without_a_cache(capsys, smollm2):
     assert data["comparison"]["speedup"] > 0
     assert data["without_cache"]["token_ids"] == data["token_ids"]
     assert data["without_cache"]["cache"] is None
-    assert data["without_cache"]["qkv_projections_per_layer"] == 3 * sum(range(37, 43))
+    assert data["without_cache"]["qkv_projections_per_layer"]["without_cache"] == 3 * sum(range(37, 43))
     status, out, _ = kvcache(capsys, "generate", QUESTION, "--max-new-tokens", 3, "--compare")
     assert status == 0
     assert "with cache" in out
@@ -157,8 +160,9 @@ def test_a_prompt_of_exactly_the_context_fits_and_one_more_is_refused(capsys, ti
         (["hello", "--max-new-tokens", "many"], "Invalid value for '--max-new-tokens'"),
         ([""], "the prompt is empty"),
         ([" \n "], "the prompt is empty"),
-        ([], "expected a prompt, or --prompt-file, and not both"),
-        (["hello", "--prompt-file", "x"], "expected a prompt, or --prompt-file, and not both"),
+        ([], "no prompt; give it in quotes, or - to read standard input, or --prompt-file FILE"),
+        (["hello", "--prompt-file", "x"], "both a prompt and --prompt-file; expected one of them"),
+        (["hello", "--top-k", 5], "--top-k, --top-p and --min-p shape sampling; give a --temperature above 0 too"),
         (["--prompt-file", "/nowhere/x"], "--prompt-file '/nowhere/x' cannot be read: No such file or directory"),
         (["--prompt-file", "/"], "--prompt-file '/' cannot be read: Is a directory"),
         (["hello", "--model", "/nowhere/model"], "model path '/nowhere/model' does not exist"),
@@ -173,7 +177,7 @@ def test_a_prompt_of_exactly_the_context_fits_and_one_more_is_refused(capsys, ti
         (["hello", "--repetition-penalty", "0"], "--repetition-penalty 0.0"),
         (["hello", "--compare", "--no-cache"], "--compare runs with and without a cache"),
         (["hello", "--wrong"], "No such option: --wrong"),
-        (["hello", "again"], "unexpected extra argument"),
+        (["hello", "again"], "quote a prompt of several words"),
     ],
 )
 def test_wrong_input_ends_with_status_2_and_one_line(capsys, arguments, message):
@@ -260,6 +264,16 @@ def test_the_installed_command_ends_the_same_way():
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.splitlines()[-1] == "kvcache: error: model path '/nowhere/model' does not exist"
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "transformers"])
+def test_without_its_packages_it_names_the_extra(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; from kvcache.cli import main; main(['generate', 'hello'])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("kvcache: error: ")
+    assert f"{missing}: pip install 'torch-kvcache[" in result.stderr
     assert "Traceback" not in result.stderr
 
 

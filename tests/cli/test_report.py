@@ -51,10 +51,9 @@ def test_data_hold_every_figure():
         "total_seconds": 3.0,
         "prefill_tokens_per_second": 4.0,
         "decode_tokens_per_second": 0.5,
-        "qkv_projections_per_layer": 15,
+        "qkv_projections_per_layer": {"with_cache": 15, "without_cache": 27},
         "cache": {"tokens": 5, "bytes": 640, "bytes_stored": 320, "bytes_per_token": 64, "dtype": "float32"},
     }
     uncached = run_of([1, 3], later=5.0)
-    assert as_data(uncached)["qkv_projections_per_layer"] == 27
     assert as_data(uncached)["cache"] is None
     assert comparison_as_data(cached, uncached) == {"speedup": 2.0, "same_tokens": False, "first_difference": 1}

@@ -94,7 +94,7 @@ def test_resized_fits_whatever_holds_the_stored_tokens():
         other = cache.resized(max_seq_len=capacity)
         assert (other.max_seq_len, other.seq_len, other.storage, other.v_head_dim) == (capacity, 5, "float16", 3)
         assert all(torch.equal(*rows) for rows in zip(other.stored_rows(), cache.stored_rows(), strict=True))
-    with pytest.raises(InvalidValueError, match=r"holds 5 rows; expected .* at most max_seq_len = 4"):
+    with pytest.raises(InvalidValueError, match=r"has 5 rows after 5 tokens; expected .* max_seq_len >= 5, which is 4"):
         cache.resized(max_seq_len=4)
     assert (cache.max_seq_len, cache.seq_len) == (16, 5)
 

@@ -1,1 +1,13 @@
 """The `kvcache` command."""
+
+import sys
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command, or say which packages it needs."""
+    try:
+        from kvcache.cli.main import main as run
+    except ModuleNotFoundError as error:
+        print(f"kvcache: error: the command needs {error.name}: pip install 'torch-kvcache[cli]'", file=sys.stderr)
+        sys.exit(2)
+    run(arguments)

@@ -23,9 +23,9 @@ Examples:
 
   kvcache generate "Why does a transformer need a KV cache?"
 
-  kvcache generate --compare --max-new-tokens 64 "What is the capital of France?"
+  kvcache generate "What is the capital of France?" --compare
 
-  kvcache generate --prompt-file report.txt --model ./my-model --dtype bfloat16 --json
+  kvcache generate --prompt-file report.txt --model ./my-model --json
 """
 
 SAMPLING = "Sampling"
@@ -111,13 +111,15 @@ def generate(
             f"--temperature is {temperature} and --repetition-penalty {repetition_penalty}; expected finite numbers, "
             "the penalty above 0"
         )
+    if temperature == 0 and (top_k, top_p, min_p) != (0, 1.0, 0.0):
+        raise InvalidValueError("--top-k, --top-p and --min-p shape sampling; give a --temperature above 0 too")
     messages = Console(stderr=True)
 
     with messages.status("Starting") as status:
-        from kvcache.cli import report, run  # these bring transformers with them, which takes seconds
-        from kvcache.hf import load_model
+        from kvcache import hf  # first, as it says what to install where transformers is missing
+        from kvcache.cli import report, run
 
-        loaded = load_model(model, dtype=dtype, device=device, progress=status.update)
+        loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
         prompt_ids = encode(loaded.tokenizer, text, raw)
         fitting = fitting_new_tokens(loaded.model, len(prompt_ids))
         run.warm_up(loaded.model, prompt_ids)

@@ -45,8 +45,10 @@ def main(arguments: list[str] | None = None) -> None:
         status = app(arguments, prog_name="kvcache", standalone_mode=False)
     except TyperException as error:  # unknown options, values out of range
         message = error.format_message() if hasattr(error, "format_message") else str(error)
+        if "unexpected extra argument" in message:
+            message += "; quote a prompt of several words"
         status = _fail(message) if message else 2  # no arguments at all: the help has been shown
-    except KVCacheError as error:
+    except (KVCacheError, ModuleNotFoundError) as error:  # a missing package names the extra that brings it
         status = _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         status = 130

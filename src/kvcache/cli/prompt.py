@@ -10,8 +10,10 @@ from kvcache.errors import InvalidValueError
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """Return the prompt's text: as given, from standard input for `-`, or from a file."""
-    if (prompt is None) == (prompt_file is None):
-        raise InvalidValueError("expected a prompt, or --prompt-file, and not both")
+    if prompt is None and prompt_file is None:
+        raise InvalidValueError("no prompt; give it in quotes, or - to read standard input, or --prompt-file FILE")
+    if prompt is not None and prompt_file is not None:
+        raise InvalidValueError("both a prompt and --prompt-file; expected one of them")
     source = "the prompt" if prompt_file is None else f"--prompt-file {str(prompt_file)!r}"
     if prompt_file is not None:
         try:

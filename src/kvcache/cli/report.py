@@ -43,9 +43,10 @@ def as_data(run: Run) -> dict[str, Any]:
         "total_seconds": run.total_seconds,
         "prefill_tokens_per_second": run.prefill_tokens_per_second,
         "decode_tokens_per_second": run.decode_tokens_per_second,
-        "qkv_projections_per_layer": projections_without_cache(run)
-        if run.cache is None
-        else projections_with_cache(run),
+        "qkv_projections_per_layer": {
+            "with_cache": projections_with_cache(run),
+            "without_cache": projections_without_cache(run),
+        },
         "cache": None
         if run.cache is None
         else {

@@ -1,5 +1,12 @@
 """Hugging Face transformers: a drop-in cache for its decoders, and loading of models."""
 
+try:
+    import transformers as _transformers  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"kvcache.hf needs {error.name}: pip install 'torch-kvcache[hf]'", name=error.name
+    ) from error
+
 from kvcache.hf.cache import EncoderDecoderModelCache, ModelCache, cache_for
 from kvcache.hf.models import LoadedModel, load_model
 

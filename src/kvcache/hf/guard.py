@@ -217,6 +217,6 @@ def _refuse(cache: Any, problem: str, length: int) -> NoReturn:
     past = cache.get_seq_length()
     raise InvalidValueError(
         f"the cache holds {past} tokens, but {problem}; for another text, reset() the cache or crop() it to the common "
-        f"beginning; to continue the text, give all of it, or only new tokens with an attention_mask of {past} + the "
-        f"number of new tokens"
+        "beginning; to continue the text, give all of it, or only the tokens that are not cached (the last one "
+        f"generated is not) with an attention_mask of {past} + their number"
     )

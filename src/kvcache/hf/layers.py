@@ -63,7 +63,8 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.max_tokens is not None and length > self.max_tokens:
             raise CacheFullError(
                 f"the cache is full: {self.get_seq_length()} of {self.max_tokens} tokens stored, "
-                f"{key_states.shape[-2]} more asked for; create it with cache_for(model, max_tokens={length}) or more"
+                f"{key_states.shape[-2]} more asked for; create it with cache_for(model, max_tokens={length}) or more "
+                "(prompt + new tokens - 1)"
             )
         if self.rows is not None and key_states.shape[0] != self.rows.batch_size:
             raise InvalidValueError(

@@ -44,7 +44,7 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Callable[[str], None] | None = None,
 ) -> LoadedModel:
-    """Load a decoder and its tokenizer.
+    """Load a decoder and its tokenizer, which pads on the left, as generating needs it.
 
     Args:
         name: `"smollm2"` (SmolLM2-135M-Instruct, fetched and converted on first use), a folder in transformers'
@@ -240,6 +240,7 @@ def _load_tokenizer(auto: Any, shown: str, source: str, **options: Any) -> "PreT
     # Some classes make a tokenizer without a vocabulary when they find no file.
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
         raise ModelError(missing)
+    tokenizer.padding_side = "left"  # as `generate` needs it
     return tokenizer  # type: ignore[no-any-return]
 
 

@@ -111,7 +111,8 @@ class KVCache(LayerCache):
         """Replace the content by `seq_len` rows that `stored_rows` gave."""
         if k.shape[2] != seq_len or seq_len > self.max_seq_len:
             raise InvalidValueError(
-                f"state holds {k.shape[2]} rows; expected seq_len = {seq_len}, at most max_seq_len = {self.max_seq_len}"
+                f"the state has {k.shape[2]} rows after {seq_len} tokens; expected a row for each token and "
+                f"max_seq_len >= {seq_len}, which is {self.max_seq_len}"
             )
         self.k_cache[:, :, :seq_len].copy_(k)
         self.v_cache[:, :, :seq_len].copy_(v)

@@ -81,6 +81,9 @@ def attend(
         (float64), which is -inf where nothing is seen and there are no sink logits. Slots that no query sees are
         never read into the result, whatever they hold. The result is differentiable where inputs require it.
 
+    Plain attention, ragged and padded batches included, runs through PyTorch's SDPA. Block tables, sinks, softcap,
+    sink logits, the log-sum-exp and Dv != D take a slower path in plain PyTorch.
+
     Raises:
         InvalidValueError: a shape, size, device or value does not fit; the message names the argument.
         InvalidTypeError: an argument of the wrong type or kind of dtype.

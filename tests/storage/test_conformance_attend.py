@@ -193,3 +193,18 @@ def test_a_refused_append_and_attend_stores_nothing(kind):
             cache.append_and_attend(*arguments, **options)
         assert content(cache) == before
     check_attends_like_the_history(cache, kind, k, v)
+
+
+@every_kind
+def test_backward_is_right_after_later_appends_though_keys_are_frozen(kind):
+    cache, k, v = filled(kind, 3)
+    # As many query heads as key/value heads: with fewer of these, attention copies the keys by itself.
+    q, (new_k, new_v) = random_queries(2, heads=2).requires_grad_(), random_tokens(2, seed=1)
+    new_v.requires_grad_()
+    output = cache.append_and_attend(q, new_k, new_v)
+    cache.append(*random_tokens(1, seed=2))
+    gradients = torch.autograd.grad(output.sum(), (q, new_v))
+    history = torch.cat([k, new_k], dim=2), torch.cat([v, new_v], dim=2)
+    expected = torch.autograd.grad(attend_rows(q, *history, **rule_of(kind))[0].sum(), (q, new_v))
+    for actual, right in zip(gradients, expected, strict=True):
+        assert torch.allclose(actual, right, rtol=1e-9, atol=1e-12)

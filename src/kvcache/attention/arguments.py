@@ -46,13 +46,7 @@ class AttentionArguments:
     softcap: float | None
     sink_logits: torch.Tensor | None  # (H,)
     return_lse: bool
-
-    @property
-    def num_slots(self) -> int:
-        """S: how many slots a sequence has, valid or not."""
-        if self.block_table is None:
-            return self.k.shape[2]
-        return self.block_table.shape[1] * self.k.shape[2]
+    num_slots: int  # S: how many slots a sequence has, valid or not
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -112,7 +106,7 @@ def check_arguments(
         check_tensor("sink_logits", sink_logits, (heads,), "(H,)", q.device)
     check_bool("return_lse", return_lse)
     return AttentionArguments(
-        q, k, v, table, length_tensor, start_tensor, window, sinks, scale, softcap, sink_logits, return_lse
+        q, k, v, table, length_tensor, start_tensor, window, sinks, scale, softcap, sink_logits, return_lse, num_slots
     )
 
 

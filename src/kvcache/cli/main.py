@@ -2,12 +2,12 @@
 
 import io
 import sys
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
+import kvcache
 from kvcache.cli.generate import EPILOG, generate
 from kvcache.errors import KVCacheError
 
@@ -23,7 +23,7 @@ app.command(epilog=EPILOG)(generate)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"kvcache {version('torch-kvcache')}")
+        print(f"kvcache {kvcache.__version__}")
         raise typer.Exit
 
 

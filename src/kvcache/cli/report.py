@@ -59,10 +59,15 @@ def as_data(run: Run) -> dict[str, Any]:
     }
 
 
+def speedup(cached: Run, uncached: Run) -> float:
+    """Return how many times as fast the run with the cache was, in total."""
+    return uncached.total_seconds / cached.total_seconds
+
+
 def comparison_as_data(cached: Run, uncached: Run) -> dict[str, Any]:
     """Return what `--compare` found as JSON can hold it."""
     return {
-        "speedup": uncached.total_seconds / cached.total_seconds,
+        "speedup": speedup(cached, uncached),
         "same_tokens": first_difference(cached, uncached) is None,
         "first_difference": first_difference(cached, uncached),
     }
@@ -103,8 +108,7 @@ class Report:
             console.print(_account_table(self.run))
         else:
             console.print(_comparison_table(self.run, self.uncached))
-            speedup = self.uncached.total_seconds / self.run.total_seconds
-            console.print(f"\n[bold]{speedup:.2f}x[/bold] as fast with the cache.", end=" ")
+            console.print(f"\n[bold]{speedup(self.run, self.uncached):.2f}x[/bold] as fast with the cache.", end=" ")
             console.print(f"Tokens are {_verdict(self.run, self.uncached, self.dtype)}.")
         console.print(f"\n{self.model} in {self.dtype}, {_count(self.threads, 'thread')}.", style="dim")
 

@@ -66,8 +66,7 @@ class ModelCache(Cache):
         Raises:
             InvalidValueError: the cache was loaded and is not attached to a model yet; and what the layer raises.
         """
-        if not self.guard.attached:
-            raise InvalidValueError("a loaded cache belongs to no model yet; call cache.attach(model) first")
+        self.guard.check_attached()
         return super().update(*args, **kwargs)
 
     def drop_unfinished(self) -> None:

@@ -27,10 +27,10 @@ class Guard:
     def __init__(self, model: nn.Module | None = None) -> None:
         self._model = None if model is None else weakref.ref(model)
 
-    @property
-    def attached(self) -> bool:
-        """Whether there is, or was, a model."""
-        return self._model is not None
+    def check_attached(self) -> None:
+        """Raise `InvalidValueError` if there never was a model."""
+        if self._model is None:
+            raise InvalidValueError("a loaded cache belongs to no model yet; call cache.attach(model) first")
 
     def protects(self, model: nn.Module) -> bool:
         """Whether this is the guard of `model`."""
@@ -161,8 +161,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _check_belongs(cache: Any, model: Any) -> None:
-    if not cache.guard.attached:
-        raise InvalidValueError("a loaded cache belongs to no model yet; call cache.attach(model) first")
+    cache.guard.check_attached()
     if not cache.guard.protects(model):
         raise InvalidValueError("the cache was made for another model; make one with cache_for(model) for this one")
 

@@ -76,10 +76,7 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         k, v = rows.update(key_states, value_states)
         rows.rollback(0)  # a window lets go of what only its own `attend` would read
         self.rows = rows
-        if torch.is_grad_enabled():
-            k = rows.with_gradient(k, key_states) if key_states.requires_grad else k
-            v = rows.with_gradient(v, value_states) if value_states.requires_grad else v
-        return k, v
+        return rows.with_gradient(k, key_states), rows.with_gradient(v, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many rows the next `update`, of `query_length` tokens, returns, and the position of the first."""

@@ -109,6 +109,7 @@ def fetch(scratch: Path) -> Path:
 
 def _fetch_command(scratch: Path) -> list[str]:
     python = sys.executable
+    # importlib.util.find_spec would run setuptools' hook, after which `import setuptools` (torch.compile) fails.
     if importlib.machinery.PathFinder.find_spec("pip"):
         return [
             *(python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"),

@@ -107,8 +107,11 @@ class KVCache(LayerCache):
         """Return an independent cache with the same content and room for `max_seq_len` tokens, at least `seq_len`."""
         return self._copied_with(max_seq_len=max_seq_len)
 
-    def restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
-        """Replace the content by `seq_len` rows that `stored_rows` gave."""
+    def can_rollback(self, n: int) -> bool:
+        """Whether the last `n` tokens can be dropped: whenever there are that many."""
+        return check_int("n", n, minimum=0) <= self._seq_len
+
+    def _restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
         if k.shape[2] != seq_len or seq_len > self.max_seq_len:
             raise InvalidValueError(
                 f"the state has {k.shape[2]} rows after {seq_len} tokens; expected a row for each token and "
@@ -117,10 +120,6 @@ class KVCache(LayerCache):
         self.k_cache[:, :, :seq_len].copy_(k)
         self.v_cache[:, :, :seq_len].copy_(v)
         self._seq_len = seq_len
-
-    def can_rollback(self, n: int) -> bool:
-        """Whether the last `n` tokens can be dropped: whenever there are that many."""
-        return check_int("n", n, minimum=0) <= self._seq_len
 
     def _shorten(self, length: int) -> None:
         self._seq_len = length

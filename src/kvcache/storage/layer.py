@@ -155,16 +155,15 @@ class LayerCache(ABC):
         """Return the stored keys (B, Hkv, stored_len, D) and values, in order of position, in the storage dtype."""
 
     @abstractmethod
-    def restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
-        """Replace the content by what `stored_rows` of an equally shaped cache gave when it had seen `seq_len` tokens.
-
-        Raises:
-            InvalidValueError: the rows do not fit `seq_len` and the cache's sizes; nothing has changed.
-        """
-
-    @abstractmethod
     def can_rollback(self, n: int) -> bool:
         """Whether the last `n` tokens can be dropped: the rows that the shorter sequence needs are all stored."""
+
+    @abstractmethod
+    def _restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
+        """Replace the content by detached rows, of this cache's shape, that `stored_rows` gave after `seq_len` tokens.
+
+        Raises `InvalidValueError`, with nothing changed, if there are too many or too few of them.
+        """
 
     @abstractmethod
     def _shorten(self, length: int) -> None:
@@ -263,12 +262,20 @@ class LayerCache(ABC):
         if not (torch.is_grad_enabled() and (k_new.requires_grad or v_new.requires_grad)):
             self.append(k_new, v_new)
             return self.attend(q, scale=scale)
-        k, v = self.update(k_new, v_new)
-        k, v = self.with_gradient(k, k_new), self.with_gradient(v, v_new)
+        k, v = (
+            # A copy either way: backward needs the rows of this step, whatever is stored by then.
+            self.with_gradient(rows, new) if new.requires_grad else rows.clone()
+            for rows, new in zip(self.update(k_new, v_new), (k_new, v_new), strict=True)
+        )
         return attend(q, k, v, window=self.window, sinks=self.sinks, scale=scale)
 
     def with_gradient(self, rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Return `rows` (B, Hkv, S, D) that `update` gave for `new` (B, Hkv, T, D), with gradients into `new`."""
+        """Return `rows` (B, Hkv, S, D) that `update` gave for `new` (B, Hkv, T, D), with a gradient into `new`.
+
+        These are the same rows where `new` requires no gradient, else a copy.
+        """
+        if not (torch.is_grad_enabled() and new.requires_grad):
+            return rows
         stored = new.to(self.k_cache.dtype).to(rows.dtype)
         return torch.cat([rows[:, :, : rows.shape[2] - new.shape[2]], stored], dim=2)
 
@@ -376,7 +383,7 @@ class LayerCache(ABC):
         saved = read_state(state, meta_state, cls.__name__, cls.size_names)
         constructor: Any = cls
         cache: Self = constructor(**saved.arguments)
-        cache.restore(saved.k, saved.v, saved.seq_len)
+        cache._restore(saved.k, saved.v, saved.seq_len)
         return cache
 
     def __copy__(self) -> Self:
@@ -426,7 +433,7 @@ class LayerCache(ABC):
                 self.k_cache, self.v_cache = (
                     cache.new_zeros(len(index), *cache.shape[1:]) for cache in (self.k_cache, self.v_cache)
                 )
-        self.restore(k, v, self._seq_len)
+        self._restore(k, v, self._seq_len)
 
     def _copied_with(self, **sizes: int) -> Self:
         """Return an independent cache with the same content and other sizes."""

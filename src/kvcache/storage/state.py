@@ -12,7 +12,7 @@ VERSION = 1
 
 
 class SavedCache(NamedTuple):
-    """What a state holds, checked: rows for `restore`, and the arguments of the constructor before it."""
+    """What a state holds, checked: rows for `_restore`, and the arguments of the constructor before it."""
 
     k: torch.Tensor  # (B, Hkv, stored_len, D)
     v: torch.Tensor  # (B, Hkv, stored_len, Dv)

@@ -142,8 +142,17 @@ class SlidingWindowCache(LayerCache):
         window, slack = self.window if window is None else window, self.slack if slack is None else slack
         return self._copied_with(window=window, slack=slack)
 
-    def restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
-        """Replace the content by what `stored_rows` of an equally shaped cache gave after `seq_len` tokens."""
+    def can_rollback(self, n: int) -> bool:
+        """Whether the last `n` tokens can be dropped; once full this holds at least for n <= slack + 1."""
+        length = self._seq_len - check_int("n", n, minimum=0)
+        first_needed = self._first_visible(length)
+        return length >= 0 and (first_needed >= self._first or first_needed >= length)
+
+    def _first_visible(self, position: int) -> int:
+        """Return the lowest position after the sinks that a query at `position` sees."""
+        return max(self.sinks, position - self.window + 1)
+
+    def _restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
         sinks = min(self.sinks, seq_len)
         first = seq_len - (k.shape[2] - sinks)
         if k.shape[2] < sinks or not sinks <= first <= self._first_visible(seq_len):
@@ -156,16 +165,6 @@ class SlidingWindowCache(LayerCache):
         self._seq_len = seq_len
         self._first = max(first, self.sinks, seq_len - (self.window + self.slack))
         self._step = None
-
-    def can_rollback(self, n: int) -> bool:
-        """Whether the last `n` tokens can be dropped; once full this holds at least for n <= slack + 1."""
-        length = self._seq_len - check_int("n", n, minimum=0)
-        first_needed = self._first_visible(length)
-        return length >= 0 and (first_needed >= self._first or first_needed >= length)
-
-    def _first_visible(self, position: int) -> int:
-        """Return the lowest position after the sinks that a query at `position` sees."""
-        return max(self.sinks, position - self.window + 1)
 
     def _shorten(self, length: int) -> None:
         self._seq_len = length

@@ -196,10 +196,11 @@ def test_a_refused_append_and_attend_stores_nothing(kind):
 
 
 @every_kind
-def test_backward_is_right_after_later_appends_though_keys_are_frozen(kind):
+@pytest.mark.parametrize("count", [1, 2])
+def test_backward_is_right_after_later_appends_though_keys_are_frozen(kind, count):
     cache, k, v = filled(kind, 3)
-    # As many query heads as key/value heads: with fewer of these, attention copies the keys by itself.
-    q, (new_k, new_v) = random_queries(2, heads=2).requires_grad_(), random_tokens(2, seed=1)
+    # As many query heads as key/value heads, and one token: other steps make attention copy the keys by itself.
+    q, (new_k, new_v) = random_queries(count, heads=2).requires_grad_(), random_tokens(count, seed=1)
     new_v.requires_grad_()
     output = cache.append_and_attend(q, new_k, new_v)
     cache.append(*random_tokens(1, seed=2))

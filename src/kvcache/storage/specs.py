@@ -1,0 +1,122 @@
+"""What one layer, and one model, keeps of a token: head counts, head sizes, and which tokens stay visible."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+
+from kvcache.checks import check_int
+from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.storage.codecs import check_storage
+
+KINDS = ("full", "sliding")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The keys and values of one attention layer.
+
+    Args:
+        num_heads: key/value heads, Hkv >= 1.
+        head_dim: head size of the keys, D >= 1.
+        v_head_dim: head size of the values, Dv; default D.
+        window: a query sees its last `window` tokens, itself included; default None: all.
+        sinks: with a window, the first `sinks` tokens stay visible for ever.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: a size is out of range, or there are sinks without a window.
+
+    >>> LayerSpec(num_heads=3, head_dim=64).token_nbytes("bfloat16")
+    768
+    """
+
+    num_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    window: int | None = None
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("num_heads", self.num_heads, minimum=1)
+        check_int("head_dim", self.head_dim, minimum=1)
+        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+        object.__setattr__(self, "v_head_dim", check_int("v_head_dim", v_head_dim, minimum=1))
+        check_int("sinks", self.sinks, minimum=0)
+        if self.window is not None:
+            check_int("window", self.window, minimum=1)
+        elif self.sinks:
+            raise InvalidValueError(f"sinks is {self.sinks} and window is None; expected sinks only with a window")
+
+    @property
+    def kind(self) -> str:
+        """"full" or "sliding"."""
+        return "full" if self.window is None else "sliding"
+
+    def token_nbytes(self, storage: torch.dtype | str | tuple[Any, Any]) -> int:
+        """Return the bytes of one token's keys and values, kept as `storage` says; see `BlockPool`."""
+        codecs = check_storage("storage", storage)
+        assert self.v_head_dim is not None
+        return self.num_heads * (codecs.k.nbytes(self.head_dim) + codecs.v.nbytes(self.v_head_dim))
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The layers of one model, each with its own sizes.
+
+    Layers of one kind share their block tables, so all sliding layers have one window and one number of sinks.
+
+    Args:
+        layers: one `LayerSpec` a layer, at least one, in the model's order.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: no layers, an entry that is none, or sliding layers with different windows.
+
+    >>> CacheSpec([LayerSpec(num_heads=3, head_dim=64)] * 30).token_nbytes("bfloat16")
+    23040
+    """
+
+    layers: tuple[LayerSpec, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, (list, tuple)):
+            raise InvalidTypeError(f"layers is a {type(self.layers).__name__}; expected a list of LayerSpec")
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, LayerSpec):
+                raise InvalidTypeError(f"layers[{index}] is a {type(layer).__name__}; expected a LayerSpec")
+        if not self.layers:
+            raise InvalidValueError("layers is empty; expected at least one LayerSpec")
+        rules = {(layer.window, layer.sinks) for layer in self.layers if layer.kind == "sliding"}
+        if len(rules) > 1:
+            raise InvalidValueError(
+                f"layers have the windows and sinks {sorted(rules)}; expected one for all sliding layers"  # type: ignore[type-var]
+            )
+        object.__setattr__(self, "layers", tuple(self.layers))
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        """Return what a transformers model with this configuration keeps, if all its layers are full or sliding.
+
+        Grouped, multi-query and plain attention, hybrid models, keys and values of different size. A configuration
+        of several models (vision and text, encoder and decoder) stands for its text decoder.
+
+        Raises:
+            InvalidTypeError: `config` is no configuration of transformers.
+            InvalidValueError: a layer is of another kind, which is named, or sizes are not told.
+        """
+        raise NotImplementedError
+
+    @cached_property
+    def kinds(self) -> dict[str, tuple[int, ...]]:
+        """The indices of the layers of each kind there is, "full" first."""
+        members = {kind: tuple(i for i, layer in enumerate(self.layers) if layer.kind == kind) for kind in KINDS}
+        return {kind: indices for kind, indices in members.items() if indices}
+
+    def rule(self, kind: str) -> tuple[int | None, int]:
+        """Return the window and the sinks of the layers of this kind."""
+        layer = self.layers[self.kinds[kind][0]]
+        return layer.window, layer.sinks
+
+    def token_nbytes(self, storage: torch.dtype | str | tuple[Any, Any], kind: str | None = None) -> int:
+        """Return the bytes of one token's keys and values in all layers, or in those of one kind."""
+        return sum(layer.token_nbytes(storage) for layer in self.layers if kind in (None, layer.kind))

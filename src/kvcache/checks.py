@@ -107,6 +107,12 @@ def check_shape(name: str, actual: Sequence[int], expected: Sequence[int | None]
     raise InvalidValueError(f"{name} has shape {tuple(actual)}; expected {letters} = ({wanted})")
 
 
+def check_on_device(name: str, actual: torch.device, expected: torch.device) -> None:
+    """Check that what `name` is given lives on the device `expected`."""
+    if actual != expected:
+        raise InvalidValueError(f"{name} is on {actual}; expected {expected}")
+
+
 def check_tensor(
     name: str, tensor: Any, shape: Sequence[int | None], letters: str, device: torch.device | None = None
 ) -> torch.Tensor:
@@ -118,8 +124,8 @@ def check_tensor(
         raise InvalidTypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {letters}")
     check_shape(name, tuple(tensor.shape), shape, letters)
     check_floating(name, tensor.dtype)
-    if device is not None and tensor.device != device:
-        raise InvalidValueError(f"{name} is on {tensor.device}; expected {device}")
+    if device is not None:
+        check_on_device(name, tensor.device, device)
     return tensor
 
 
@@ -129,8 +135,7 @@ def check_int_tensor(
     """Return `value`, an integer tensor or nested sequence of ints, as an int64 tensor of `shape` on `device`."""
     if isinstance(value, torch.Tensor):
         tensor = value
-        if tensor.device != device:
-            raise InvalidValueError(f"{name} is on {tensor.device}; expected {device}")
+        check_on_device(name, tensor.device, device)
     else:
         try:
             tensor = torch.tensor(value.tolist() if hasattr(value, "tolist") else value, device=device)

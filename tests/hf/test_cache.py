@@ -82,7 +82,7 @@ def test_unsupported_layer_kinds_are_refused_by_number_and_name():
         ({"max_tokens": 0}, InvalidValueError, "max_tokens is 0; expected an integer >= 1"),
         ({"max_tokens": 2.5}, InvalidTypeError, r"max_tokens is a float \(2.5\); expected an integer >= 1"),
         ({"storage": "int3"}, InvalidValueError, "storage is 'int3'; expected one of float16"),
-        ({"storage": torch.int8}, InvalidValueError, "storage is torch.int8; expected one of float16"),
+        ({"storage": torch.int16}, InvalidValueError, "storage is torch.int16; expected one of float16"),
     ],
 )
 def test_bad_options_are_refused(hybrid, options, error, message):

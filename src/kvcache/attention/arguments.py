@@ -6,7 +6,17 @@ from typing import Any, TypedDict
 
 import torch
 
-from kvcache.checks import check_bool, check_float, check_int, check_int_tensor, check_range, check_tensor
+from kvcache.attention.encoded import EncodedStore, Store, decoded_dtype
+from kvcache.checks import (
+    check_bool,
+    check_float,
+    check_int,
+    check_int_tensor,
+    check_on_device,
+    check_range,
+    check_shape,
+    check_tensor,
+)
 from kvcache.errors import InvalidTypeError, InvalidValueError
 
 IntTensorLike = torch.Tensor | Sequence[Any]
@@ -35,8 +45,8 @@ class AttentionArguments:
     """What `attend` was asked for: shapes agree, values are in range, None means "not asked for"."""
 
     q: torch.Tensor  # (B, H, T, D)
-    k: torch.Tensor  # (B, Hkv, S, D), or blocks (num_blocks, Hkv, block_size, D)
-    v: torch.Tensor  # the same with Dv
+    k: Store  # (B, Hkv, S, D), or blocks (num_blocks, Hkv, block_size, D)
+    v: Store  # the same with Dv
     block_table: torch.Tensor | None  # (B, M) int64
     lengths: torch.Tensor | None  # (B,) int64
     starts: torch.Tensor | None  # (B,) int64
@@ -51,14 +61,14 @@ class AttentionArguments:
     @property
     def compute_dtype(self) -> torch.dtype:
         """float64 if any input is, else float32: 16-bit inputs are computed in float32 and rounded once."""
-        dtypes = (self.q.dtype, self.k.dtype, self.v.dtype)
+        dtypes = (self.q.dtype, decoded_dtype(self.k), decoded_dtype(self.v))
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def check_arguments(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Store,
+    v: Store,
     *,
     block_table: IntTensorLike | None,
     lengths: IntTensorLike | None,
@@ -76,13 +86,13 @@ def check_arguments(
     if head_dim == 0:
         raise InvalidValueError("q has head size D = 0; expected D >= 1")
     if block_table is None:
-        check_tensor("k", k, (batch, None, None, head_dim), "(B, Hkv, S, D)", q.device)
-        check_tensor("v", v, (*k.shape[:3], None), "(B, Hkv, S, Dv)", q.device)
+        _check_store("k", k, (batch, None, None, head_dim), "(B, Hkv, S, D)", q.device)
+        _check_store("v", v, (*k.shape[:3], None), "(B, Hkv, S, Dv)", q.device)
         table = None
         num_slots = k.shape[2]
     else:
-        check_tensor("k", k, (None, None, None, head_dim), "(num_blocks, Hkv, block_size, D)", q.device)
-        check_tensor("v", v, (*k.shape[:3], None), "(num_blocks, Hkv, block_size, Dv)", q.device)
+        _check_store("k", k, (None, None, None, head_dim), "(num_blocks, Hkv, block_size, D)", q.device)
+        _check_store("v", v, (*k.shape[:3], None), "(num_blocks, Hkv, block_size, Dv)", q.device)
         table = check_int_tensor("block_table", block_table, (batch, None), "(B, M)", q.device)
         num_slots = table.shape[1] * k.shape[2]
     check_head_groups(heads, k.shape[1])
@@ -108,6 +118,14 @@ def check_arguments(
     return AttentionArguments(
         q, k, v, table, length_tensor, start_tensor, window, sinks, scale, softcap, sink_logits, return_lse, num_slots
     )
+
+
+def _check_store(name: str, store: Any, shape: Sequence[int | None], letters: str, device: torch.device) -> None:
+    if isinstance(store, torch.Tensor) or not isinstance(store, EncodedStore):
+        check_tensor(name, store, shape, letters, device)
+        return
+    check_shape(name, tuple(store.shape), shape, letters)
+    check_on_device(name, store.device, device)
 
 
 def check_head_groups(heads: int, kv_heads: int) -> None:

@@ -5,6 +5,7 @@ from typing import Literal, Unpack, overload
 import torch
 
 from kvcache.attention.arguments import AttentionOptions, IntTensorLike, check_arguments
+from kvcache.attention.encoded import Store
 from kvcache.attention.reference import reference_attention
 from kvcache.attention.sdpa import sdpa_applies, sdpa_attention
 from kvcache.precision import without_autocast
@@ -13,8 +14,8 @@ from kvcache.precision import without_autocast
 @overload
 def attend(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Store,
+    v: Store,
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[AttentionOptions],
@@ -22,8 +23,8 @@ def attend(
 @overload
 def attend(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Store,
+    v: Store,
     *,
     return_lse: Literal[True],
     **options: Unpack[AttentionOptions],
@@ -31,16 +32,16 @@ def attend(
 @overload
 def attend(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Store,
+    v: Store,
     *,
     return_lse: bool,
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attend(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Store,
+    v: Store,
     *,
     block_table: IntTensorLike | None = None,
     lengths: IntTensorLike | None = None,
@@ -61,7 +62,8 @@ def attend(
     Args:
         q: queries (B, H, T, D), floating point.
         k: keys (B, Hkv, S, D), row b for sequence b; with `block_table`, block storage
-            (num_blocks, Hkv, block_size, D). H is a multiple of Hkv. The dtype may differ from q's.
+            (num_blocks, Hkv, block_size, D). H is a multiple of Hkv. The dtype may differ from q's. Encoded rows
+            (`kvcache.storage.EncodedRows`) are decoded as they are read.
         v: values, like k with a head size Dv of their own.
         block_table: (B, M) integers. Slot j of sequence b is row `j % block_size` of block
             `block_table[b, j // block_size]`. Entries that no visible slot needs are ignored (-1 included).

@@ -7,6 +7,7 @@ key/value heads are never repeated, the query heads of a group are rows of one m
 import torch
 
 from kvcache.attention.arguments import AttentionArguments
+from kvcache.attention.encoded import Store, decode_data, stored_data
 from kvcache.attention.visibility import visible_slots
 from kvcache.errors import InvalidValueError
 
@@ -26,8 +27,8 @@ def reference_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, to
         device=q.device,
     ).expand(batch, -1, -1)  # (B, T, S)
     seen = visible.any(dim=1)  # (B, S): slots that at least one query sees
-    k = _rows(arguments.k, arguments.block_table, seen).to(dtype)  # (B, Hkv, S, D)
-    v = _rows(arguments.v, arguments.block_table, seen).to(dtype)  # (B, Hkv, S, Dv)
+    k = _rows(arguments.k, arguments.block_table, seen, dtype)  # (B, Hkv, S, D)
+    v = _rows(arguments.v, arguments.block_table, seen, dtype)  # (B, Hkv, S, Dv)
 
     kv_heads = k.shape[1]
     group = heads // kv_heads  # query head h reads key/value head h // group
@@ -48,17 +49,18 @@ def reference_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, to
     return output.reshape(batch, heads, num_queries, v.shape[3]).to(q.dtype), lse.reshape(batch, heads, num_queries)
 
 
-def _rows(store: torch.Tensor, block_table: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:
+def _rows(store: Store, block_table: torch.Tensor | None, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows (B, Hkv, S, D) of each sequence, zero where no query sees them (0 * NaN is NaN)."""
+    data = stored_data(store)
     if block_table is not None:
-        num_blocks, _, block_size, _ = store.shape
+        num_blocks, _, block_size, _ = data.shape
         needed = seen.view(*block_table.shape, block_size).any(dim=-1)  # (B, M)
         outside = needed & ((block_table < 0) | (block_table >= num_blocks))
         if outside.any():
             bad = int(block_table[outside][0])
             raise InvalidValueError(f"block_table holds {bad}; expected a block in [0, {num_blocks})")
         if num_blocks == 0:  # then none is needed
-            store = store.new_zeros(1, *store.shape[1:])
-        blocks = store[block_table.where(needed, 0)]  # (B, M, Hkv, block_size, D)
-        store = blocks.transpose(1, 2).flatten(2, 3)
-    return store.masked_fill(~seen[:, None, :, None], 0.0)
+            data = data.new_zeros(1, *data.shape[1:])
+        blocks = data[block_table.where(needed, 0)]  # (B, M, Hkv, block_size, anything)
+        data = blocks.transpose(1, 2).flatten(2, 3)
+    return decode_data(store, data, dtype).masked_fill(~seen[:, None, :, None], 0.0)

@@ -1,9 +1,12 @@
 """Plain attention through `torch.nn.functional.scaled_dot_product_attention`, where that gives the same result."""
 
+from functools import reduce
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcache.attention.arguments import AttentionArguments
+from kvcache.attention.encoded import decode_data, decoded_dtype, stored_data
 from kvcache.attention.visibility import visible_slots
 
 
@@ -19,8 +22,9 @@ def sdpa_applies(arguments: AttentionArguments) -> bool:
 
 def sdpa_attention(arguments: AttentionArguments) -> torch.Tensor:
     """Return the output (B, H, T, D) for arguments that `sdpa_applies` to."""
-    dtype = torch.promote_types(torch.promote_types(arguments.q.dtype, arguments.k.dtype), arguments.v.dtype)
-    q, k, v = (_with_safe_strides(tensor.to(dtype)) for tensor in (arguments.q, arguments.k, arguments.v))
+    stores = arguments.q, arguments.k, arguments.v
+    dtype = reduce(torch.promote_types, map(decoded_dtype, stores))
+    q, k, v = (_with_safe_strides(decode_data(store, stored_data(store), dtype)) for store in stores)
     if arguments.lengths is None and arguments.starts is None:
         output = _last_queries(q, k, v, arguments.window, arguments.scale)
     else:

@@ -9,11 +9,12 @@ import torch
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvcache.checks import check_dtype, check_int
+from kvcache.checks import check_int
 from kvcache.errors import InvalidTypeError, InvalidValueError, RollbackError
 from kvcache.hf.guard import Guard, guard_model
 from kvcache.hf.layers import FullLayer, StoredLayer, WindowLayer
 from kvcache.hf.tokens import TokenRecord
+from kvcache.storage.codecs import Storage, StorageLike, check_storage
 
 
 class ModelCache(Cache):
@@ -188,7 +189,7 @@ class EncoderDecoderModelCache(EncoderDecoderCache):
 
 
 def cache_for(
-    model: PreTrainedModel, max_tokens: int | None = None, *, storage: torch.dtype | str | None = None
+    model: PreTrainedModel, max_tokens: int | None = None, *, storage: StorageLike | None = None
 ) -> ModelCache | EncoderDecoderModelCache:
     """Return an empty cache for `model.generate(**inputs, cache=cache)`, or for `model(ids, cache=cache)`.
 
@@ -199,7 +200,8 @@ def cache_for(
     Args:
         model: a transformers model that can generate, with full or sliding attention in every layer.
         max_tokens: tokens that fit, preallocated at the first use; None: as many as come, by doubling the buffers.
-        storage: how rows are kept ("float32", "bfloat16", "float16", "float64"); default: as they come.
+        storage: how rows are kept, as in `kvcache.KVCache` ("bfloat16", "int8", "int8/int4" ...); default: as they
+            come.
 
     Raises:
         InvalidTypeError: `model` is no transformers model that can generate.
@@ -211,15 +213,15 @@ def cache_for(
         output = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), cache=cache)
     """
     max_tokens = None if max_tokens is None else check_int("max_tokens", max_tokens, minimum=1)
-    dtype = None if storage is None else check_dtype("storage", storage)
+    kept = None if storage is None else check_storage("storage", storage)
     config = _decoder_config(model)
-    layers = _layers(config, max_tokens, dtype)
+    layers = _layers(config, max_tokens, kept)
     _warn_about_changing_positions(config, max_tokens)
     guard = guard_model(model)
     cache = ModelCache(layers, guard)
     if not model.config.is_encoder_decoder:
         return cache
-    return EncoderDecoderModelCache(cache, ModelCache([FullLayer(None, dtype) for _ in layers], guard))
+    return EncoderDecoderModelCache(cache, ModelCache([FullLayer(None, kept) for _ in layers], guard))
 
 
 def _decoder_config(model: Any) -> PreTrainedConfig:
@@ -231,7 +233,7 @@ def _decoder_config(model: Any) -> PreTrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
-def _layers(config: PreTrainedConfig, max_tokens: int | None, storage: torch.dtype | None) -> list[StoredLayer]:
+def _layers(config: PreTrainedConfig, max_tokens: int | None, storage: Storage | None) -> list[StoredLayer]:
     layers: list[StoredLayer] = []
     for index, (kind, options) in enumerate(zip(*get_layer_types_and_kwargs(config), strict=True)):
         if kind == "full_attention":

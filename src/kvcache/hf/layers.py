@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcache.errors import CacheFullError, InvalidValueError
 from kvcache.storage import KVCache, LayerCache, SlidingWindowCache
+from kvcache.storage.codecs import Storage
 
 
 class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -24,7 +25,7 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     kind: str  # as people read it
     rows: LayerCache | None
 
-    def __init__(self, max_tokens: int | None, storage: torch.dtype | None) -> None:
+    def __init__(self, max_tokens: int | None, storage: Storage | None) -> None:
         # The base's __init__ would assign keys, values and is_initialized, which are read from `rows` here.
         self.rows = None
         self.max_tokens = max_tokens
@@ -155,7 +156,7 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _read(self, part: int) -> torch.Tensor | None:
         if self.rows is None or self.rows.seq_len == 0:
             return None
-        return self.rows.stored_rows()[part].to(self.rows.dtype)
+        return self.rows.decoded_rows()[part]
 
 
 class FullLayer(StoredLayer):  # type: ignore[no-untyped-call]
@@ -185,7 +186,7 @@ class WindowLayer(StoredLayer):  # type: ignore[no-untyped-call]
 
     is_sliding = True
 
-    def __init__(self, sliding_window: int, max_tokens: int | None, storage: torch.dtype | None) -> None:
+    def __init__(self, sliding_window: int, max_tokens: int | None, storage: Storage | None) -> None:
         super().__init__(max_tokens, storage)
         self.sliding_window = sliding_window
         self.kind = f"sliding (window {sliding_window})"

@@ -13,6 +13,7 @@ bit makes the largest value's code the largest code, whatever the rounding, so t
 and float16 would be too coarse for the steps of values below 0.01.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -76,7 +77,7 @@ class GroupCodec:
 
     @property
     def name(self) -> str:
-        """"int8" or "int4"."""
+        """ "int8" or "int4"."""
         return f"int{self.bits}"
 
     def width(self, head_dim: int) -> int:
@@ -91,7 +92,7 @@ class GroupCodec:
         values = rows.float().clamp(min=-_LARGEST_OFFSET)
         if missing := -head_dim % GROUP_SIZE:  # repeating a group's own member changes neither its ends nor its codes
             values = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], missing)], dim=-1)
-        groups = values.unflatten(-1, (-1, GROUP_SIZE))
+        groups = values.view(*rows.shape[:-1], -1, GROUP_SIZE)
         smallest, largest = groups.aminmax(dim=-1)  # (..., G)
         offsets = smallest.clamp(max=_LARGEST_OFFSET).half() + 0  # 0 and not -0
         steps = _step_bits(torch.maximum((largest - offsets.float()) / self._top, _spacing(offsets)))
@@ -103,10 +104,10 @@ class GroupCodec:
     def decode(self, data: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """Return bytes (..., width) as numbers (..., head_dim) of `dtype`, computed in float32."""
         num_groups = _num_groups(head_dim)
-        parameters, packed = data.split([4 * num_groups, data.shape[-1] - 4 * num_groups], dim=-1)
+        packed = data[..., 4 * num_groups :]
         # A copy: a view as another dtype needs aligned memory.
-        parameters = parameters.clone(memory_format=torch.contiguous_format)
-        offsets, steps = parameters.view(torch.int16).split(num_groups, dim=-1)
+        parameters = data[..., : 4 * num_groups].clone(memory_format=torch.contiguous_format).view(torch.int16)
+        offsets, steps = parameters[..., :num_groups], parameters[..., num_groups:]
         channels = torch.arange(head_dim, device=data.device) // GROUP_SIZE
         offset, step = offsets.view(torch.float16).float()[..., channels], _step_of(steps)[..., channels]
         return (offset + self._unpack(packed, head_dim) * step).to(dtype)
@@ -117,7 +118,7 @@ class GroupCodec:
 
     @property
     def _top(self) -> int:
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Put two 4-bit codes in a byte: channel 2i in the lower half, 2i + 1 in the upper."""
@@ -184,8 +185,13 @@ class Storage:
         return self.k.name if self.k == self.v else f"{self.k.name}/{self.v.name}"
 
 
+StorageLike = torch.dtype | str | Sequence[torch.dtype | str] | Storage
+
+
 def check_storage(name: str, value: Any) -> Storage:
     """Return the storage that `value` names: a codec's name or a floating dtype, "keys/values", or a pair of those."""
+    if isinstance(value, Storage):
+        return value
     parts = value.split("/") if isinstance(value, str) else value
     if not isinstance(parts, (tuple, list)):
         parts = [parts]

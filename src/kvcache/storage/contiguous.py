@@ -6,6 +6,7 @@ import torch
 
 from kvcache.checks import check_int
 from kvcache.errors import CacheFullError, InvalidValueError
+from kvcache.storage.codecs import StorageLike
 from kvcache.storage.layer import LayerCache, VisibleRows
 
 
@@ -20,8 +21,9 @@ class KVCache(LayerCache):
         dtype: what comes out, a floating torch dtype or its name.
         device: where the buffers are.
         v_head_dim: head size of the values, Dv; default D.
-        storage: how rows are kept ("float32", "bfloat16", "float16", "float64"); default `dtype`. Whatever is
-            stored is cast by value, and detached: no gradient flows through the past.
+        storage: how rows are kept: "float32", "bfloat16", "float16", "float64" or a torch dtype, "int8", "int4", or
+            two of these for keys and values, as in "int8/int4"; default `dtype`. Whatever is stored is cast by
+            value, and detached: no gradient flows through the past.
 
     Attributes:
         k_cache, v_cache: the buffers (batch_size, num_heads, max_seq_len, head_dim); the first `seq_len` rows hold
@@ -51,7 +53,7 @@ class KVCache(LayerCache):
         device: torch.device | str = "cpu",
         *,
         v_head_dim: int | None = None,
-        storage: torch.dtype | str | None = None,
+        storage: StorageLike | None = None,
     ) -> None:
         max_seq_len = check_int("max_seq_len", max_seq_len, minimum=0)
         super().__init__(batch_size, num_heads, head_dim, max_seq_len, dtype, device, v_head_dim, storage)
@@ -59,7 +61,7 @@ class KVCache(LayerCache):
     @property
     def max_seq_len(self) -> int:
         """Tokens that fit."""
-        return self.k_cache.shape[2]
+        return self._store.block_size
 
     @property
     def stored_len(self) -> int:
@@ -83,8 +85,8 @@ class KVCache(LayerCache):
                 f"KVCache is full: {self._seq_len} of {self.max_seq_len} tokens stored, {k_new.shape[2]} more asked "
                 f"for; create it with max_seq_len >= {length}"
             )
-        self.k_cache[:, :, self._seq_len : length].copy_(k_new.detach())
-        self.v_cache[:, :, self._seq_len : length].copy_(v_new.detach())
+        for cache, rows in zip((self.k_cache, self.v_cache), self._store.encode(k_new, v_new), strict=True):
+            cache[:, :, self._seq_len : length].copy_(rows)
         self._seq_len = length
 
     def update(self, k_new: torch.Tensor, v_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,15 +94,14 @@ class KVCache(LayerCache):
 
         Returns:
             All keys (B, Hkv, seq_len, D) and values (B, Hkv, seq_len, Dv): views of the buffers, without a copy
-            (copies in `dtype` where `storage` is another one). Views show what the buffers hold: a later rollback and
+            (decoded copies where `storage` is not `dtype`). Views show what the buffers hold: a later rollback and
             append, or a reorder, changes them.
         """
         self.append(k_new, v_new)
-        k, v = self.stored_rows()
-        return self._emit(k), self._emit(v)
+        return self.decoded_rows()
 
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all keys (B, Hkv, seq_len, D) and values, in the storage dtype: views of the buffers."""
+        """Return all keys (B, Hkv, seq_len, D) and values, as they are kept: views of the buffers."""
         return self.k_cache[:, :, : self._seq_len], self.v_cache[:, :, : self._seq_len]
 
     def resized(self, max_seq_len: int) -> Self:

@@ -1,4 +1,4 @@
-"""What every cache of one layer has in common: its two buffers, its checks and the operations on its batch.
+"""What every cache of one layer has in common: a block of rows for each sequence, checks, operations on the batch.
 
 A cache class decides which rows stay stored and where. Everything else stands here once, so that the same client
 code runs over every class. Each operation checks everything before it changes anything.
@@ -23,6 +23,9 @@ from kvcache.checks import (
     dtype_name,
 )
 from kvcache.errors import InvalidValueError, RollbackError
+from kvcache.storage.blocks import BlockStore
+from kvcache.storage.codecs import StorageLike, check_storage
+from kvcache.storage.specs import LayerSpec
 from kvcache.storage.state import make_meta_state, make_state, read_state
 
 
@@ -42,8 +45,6 @@ class LayerCache(ABC):
     size_names: ClassVar[tuple[str, ...]]
     """The constructor's sizes that the buffers' shapes do not tell."""
 
-    k_cache: torch.Tensor  # (B, Hkv, rows, D), in the storage dtype
-    v_cache: torch.Tensor  # (B, Hkv, rows, Dv)
     window: int | None = None  # a query sees its last `window` tokens and the first `sinks`; None: all
     sinks: int = 0
 
@@ -56,42 +57,44 @@ class LayerCache(ABC):
         dtype: torch.dtype | str,
         device: torch.device | str,
         v_head_dim: int | None,
-        storage: torch.dtype | str | None,
+        storage: StorageLike | None,
     ) -> None:
         batch_size = check_int("batch_size", batch_size, minimum=1)
-        num_heads = check_int("num_heads", num_heads, minimum=1)
-        head_dim = check_int("head_dim", head_dim, minimum=1)
-        v_head_dim = head_dim if v_head_dim is None else check_int("v_head_dim", v_head_dim, minimum=1)
+        layer = LayerSpec(num_heads, head_dim, v_head_dim, self.window, self.sinks)
         self._dtype = check_dtype("dtype", dtype)
-        options: dict[str, Any] = {
-            "dtype": self._dtype if storage is None else check_dtype("storage", storage),
-            "device": check_device("device", device),
-        }
-        # A buffer made in inference mode could not be written outside of it.
-        with torch.inference_mode(False):
-            self.k_cache = torch.zeros(batch_size, num_heads, num_rows, head_dim, **options)
-            self.v_cache = torch.zeros(batch_size, num_heads, num_rows, v_head_dim, **options)
+        kept = check_storage("storage", self._dtype if storage is None else storage)
+        self._store = BlockStore(layer, batch_size, num_rows, kept, check_device("device", device))
         self._seq_len = 0
+
+    @property
+    def k_cache(self) -> torch.Tensor:
+        """The buffer of the keys (B, Hkv, rows, D), as they are kept; bytes in the last dimension if encoded."""
+        return self._store.k
+
+    @property
+    def v_cache(self) -> torch.Tensor:
+        """The buffer of the values (B, Hkv, rows, Dv), as they are kept."""
+        return self._store.v
 
     @property
     def batch_size(self) -> int:
         """Rows of the batch, B."""
-        return self.k_cache.shape[0]
+        return self._store.num_blocks
 
     @property
     def num_heads(self) -> int:
         """Key/value heads, Hkv."""
-        return self.k_cache.shape[1]
+        return self._store.layer.num_heads
 
     @property
     def head_dim(self) -> int:
         """Head size of the keys, D."""
-        return self.k_cache.shape[3]
+        return self._store.layer.head_dims[0]
 
     @property
     def v_head_dim(self) -> int:
         """Head size of the values, Dv."""
-        return self.v_cache.shape[3]
+        return self._store.layer.head_dims[1]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -105,23 +108,23 @@ class LayerCache(ABC):
 
     @property
     def storage(self) -> str:
-        """Name of the dtype in which rows are kept."""
-        return dtype_name(self.k_cache.dtype)
+        """How rows are kept: a name, or the keys' and the values', as in "int8/int4"."""
+        return self._store.storage.name
 
     @property
     def device(self) -> torch.device:
         """Device of the buffers."""
-        return self.k_cache.device
+        return self._store.device
 
     @property
     def nbytes(self) -> int:
         """Bytes of both buffers, used rows and free ones."""
-        return self.k_cache.nbytes + self.v_cache.nbytes
+        return self._store.nbytes
 
     @property
     def token_nbytes(self) -> int:
         """Bytes that one token's row takes, over the whole batch."""
-        return self.batch_size * self.num_heads * (self.head_dim + self.v_head_dim) * self.k_cache.itemsize
+        return self.batch_size * self._store.layer.token_nbytes(self._store.storage)
 
     @property
     def stored_nbytes(self) -> int:
@@ -152,7 +155,11 @@ class LayerCache(ABC):
 
     @abstractmethod
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stored keys (B, Hkv, stored_len, D) and values, in order of position, in the storage dtype."""
+        """Return the stored keys (B, Hkv, stored_len, D) and values, in order of position, as they are kept."""
+
+    def decoded_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stored keys (B, Hkv, stored_len, D) and values, in order of position, in `dtype`."""
+        return self._store.decode(*self.stored_rows(), self._dtype)
 
     @abstractmethod
     def can_rollback(self, n: int) -> bool:
@@ -227,8 +234,7 @@ class LayerCache(ABC):
             k, v = k.clone(), v.clone()  # backward needs the rows of this step, whatever is stored by then
         return attend(
             q,
-            k,
-            v,
+            *self._store.readable(k, v),
             starts=rows.starts,
             window=rows.window,
             sinks=rows.sinks,
@@ -276,8 +282,9 @@ class LayerCache(ABC):
         """
         if not (torch.is_grad_enabled() and new.requires_grad):
             return rows
-        stored = new.to(self.k_cache.dtype).to(rows.dtype)
-        return torch.cat([rows[:, :, : rows.shape[2] - new.shape[2]], stored], dim=2)
+        past = rows.shape[2] - new.shape[2]
+        stored = rows[:, :, past:] + (new - new.detach()).to(rows.dtype)
+        return torch.cat([rows[:, :, :past], stored], dim=2)
 
     def next_positions(self, T: int, starts: IntTensorLike | None = None) -> torch.Tensor:  # noqa: N803
         """Return the positions (B, T) of the next T tokens, int64, for rotary or learned embeddings.
@@ -346,10 +353,8 @@ class LayerCache(ABC):
     def to(self, device: torch.device | str) -> Self:
         """Move the buffers to `device`, in place, and return the cache itself (as `torch.nn.Module.to` does)."""
         target = check_device("device", device)
-        with torch.inference_mode(False):
-            k, v = self.k_cache.to(target), self.v_cache.to(target)
+        self._store.to(target)
         self.rollback(0)  # drops what lives outside the buffers
-        self.k_cache, self.v_cache = k, v
         return self
 
     def copy(self) -> Self:
@@ -358,13 +363,14 @@ class LayerCache(ABC):
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """The stored rows, in order of position, in the storage dtype: contiguous copies `"k"` and `"v"`."""
+        """The stored rows, in order of position, as they are kept: contiguous copies `"k"` and `"v"`."""
         return make_state(*self.stored_rows())
 
     @property
     def meta_state(self) -> dict[str, Any]:
         """What `from_state` needs beside the tensors: plain strings and ints."""
-        return make_meta_state(type(self).__name__, self.dtype, self.seq_len, self.sizes)
+        head_dims = self._store.layer.head_dims
+        return make_meta_state(type(self).__name__, self.dtype, self.storage, head_dims, self.seq_len, self.sizes)
 
     @classmethod
     def from_state(cls, state: Mapping[str, torch.Tensor], meta_state: Mapping[str, Any]) -> Self:
@@ -429,17 +435,10 @@ class LayerCache(ABC):
         """Let row i of the batch become what row `index[i]` holds, in the same buffers where the batch size stays."""
         k, v = (rows.index_select(0, index) for rows in self.stored_rows())
         if len(index) != self.batch_size:
-            with torch.inference_mode(False):
-                self.k_cache, self.v_cache = (
-                    cache.new_zeros(len(index), *cache.shape[1:]) for cache in (self.k_cache, self.v_cache)
-                )
+            self._store = self._store.empty_like(len(index))
         self._restore(k, v, self._seq_len)
 
     def _copied_with(self, **sizes: int) -> Self:
         """Return an independent cache with the same content and other sizes."""
         k, v = self.stored_rows()
         return self.from_state({"k": k, "v": v}, self.meta_state | sizes)
-
-    def _emit(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return stored rows as they come out: themselves, or a copy in `dtype` where storage differs."""
-        return rows.to(self._dtype)

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
-import torch
-
 from kvcache.checks import check_int
 from kvcache.errors import InvalidTypeError, InvalidValueError
-from kvcache.storage.codecs import check_storage
+from kvcache.storage.codecs import StorageLike, check_storage
 
 KINDS = ("full", "sliding")
 
@@ -50,14 +48,20 @@ class LayerSpec:
 
     @property
     def kind(self) -> str:
-        """"full" or "sliding"."""
+        """ "full" or "sliding"."""
         return "full" if self.window is None else "sliding"
 
-    def token_nbytes(self, storage: torch.dtype | str | tuple[Any, Any]) -> int:
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """The head sizes of keys and values."""
+        assert self.v_head_dim is not None
+        return self.head_dim, self.v_head_dim
+
+    def token_nbytes(self, storage: StorageLike) -> int:
         """Return the bytes of one token's keys and values, kept as `storage` says; see `BlockPool`."""
         codecs = check_storage("storage", storage)
-        assert self.v_head_dim is not None
-        return self.num_heads * (codecs.k.nbytes(self.head_dim) + codecs.v.nbytes(self.v_head_dim))
+        k_dim, v_dim = self.head_dims
+        return self.num_heads * (codecs.k.nbytes(k_dim) + codecs.v.nbytes(v_dim))
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class CacheSpec:
         rules = {(layer.window, layer.sinks) for layer in self.layers if layer.kind == "sliding"}
         if len(rules) > 1:
             raise InvalidValueError(
-                f"layers have the windows and sinks {sorted(rules)}; expected one for all sliding layers"  # type: ignore[type-var]
+                f"layers have the windows and sinks {sorted(rules)}; expected one for all sliding layers"
             )
         object.__setattr__(self, "layers", tuple(self.layers))
 
@@ -117,6 +121,6 @@ class CacheSpec:
         layer = self.layers[self.kinds[kind][0]]
         return layer.window, layer.sinks
 
-    def token_nbytes(self, storage: torch.dtype | str | tuple[Any, Any], kind: str | None = None) -> int:
+    def token_nbytes(self, storage: StorageLike, kind: str | None = None) -> int:
         """Return the bytes of one token's keys and values in all layers, or in those of one kind."""
         return sum(layer.token_nbytes(storage) for layer in self.layers if kind in (None, layer.kind))

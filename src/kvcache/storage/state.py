@@ -5,17 +5,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcache.checks import check_int, check_tensor, dtype_name
+from kvcache.checks import check_int, check_shape, dtype_name
 from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.storage.codecs import check_storage
 
-VERSION = 1
+VERSION = 2
 
 
 class SavedCache(NamedTuple):
     """What a state holds, checked: rows for `_restore`, and the arguments of the constructor before it."""
 
-    k: torch.Tensor  # (B, Hkv, stored_len, D)
-    v: torch.Tensor  # (B, Hkv, stored_len, Dv)
+    k: torch.Tensor  # (B, Hkv, stored_len, width)
+    v: torch.Tensor
     seq_len: int
     arguments: dict[str, Any]
 
@@ -25,9 +26,25 @@ def make_state(k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in (("k", k), ("v", v))}
 
 
-def make_meta_state(kind: str, dtype: torch.dtype, seq_len: int, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return what cannot be read off the tensors: the class's name, what it emits, what it saw, its own sizes."""
-    return {"type": kind, "version": VERSION, "dtype": dtype_name(dtype), "seq_len": seq_len, **sizes}
+def make_meta_state(
+    kind: str,
+    dtype: torch.dtype,
+    storage: str,
+    head_dims: tuple[int, int],
+    seq_len: int,
+    sizes: Mapping[str, int],
+) -> dict[str, Any]:
+    """Return what cannot be read off the tensors: the class's name, what it emits and keeps, what it saw, its sizes."""
+    return {
+        "type": kind,
+        "version": VERSION,
+        "dtype": dtype_name(dtype),
+        "storage": storage,
+        "head_dim": head_dims[0],
+        "v_head_dim": head_dims[1],
+        "seq_len": seq_len,
+        **sizes,
+    }
 
 
 def read_state(
@@ -41,22 +58,33 @@ def read_state(
     found = meta_state.get("type"), meta_state.get("version")
     if found != (kind, VERSION):
         raise InvalidValueError(f"meta_state has type and version {found}; expected {(kind, VERSION)}")
-    _check_entries("meta_state", meta_state, {"type", "version", "dtype", "seq_len", *size_names})
-    k = check_tensor("state['k']", state["k"], (None, None, None, None), "(B, Hkv, stored_len, D)").detach()
-    v = check_tensor("state['v']", state["v"], (*k.shape[:3], None), "(B, Hkv, stored_len, Dv)", k.device).detach()
-    if k.dtype != v.dtype:
-        raise InvalidTypeError(f"state['k'] has dtype {k.dtype} and state['v'] {v.dtype}; expected one dtype")
+    sizes = {"head_dim", "v_head_dim", *size_names}
+    _check_entries("meta_state", meta_state, {"type", "version", "dtype", "storage", "seq_len", *sizes})
+    storage = check_storage("meta_state['storage']", meta_state["storage"])
+    head_dims = (check_int(f"meta_state['{name}']", meta_state[name], minimum=1) for name in ("head_dim", "v_head_dim"))
+    k_width, v_width = (codec.width(size) for codec, size in zip((storage.k, storage.v), head_dims, strict=True))
+    k = _check_rows("state['k']", state["k"], storage.k.dtype, (None, None, None, k_width))
+    v = _check_rows("state['v']", state["v"], storage.v.dtype, (*k.shape[:3], v_width))
+    if k.device != v.device:
+        raise InvalidValueError(f"state['v'] is on {v.device}; expected {k.device}, where state['k'] is")
     arguments = {
         "batch_size": k.shape[0],
         "num_heads": k.shape[1],
-        "head_dim": k.shape[3],
-        "v_head_dim": v.shape[3],
         "dtype": meta_state["dtype"],
-        "storage": k.dtype,
+        "storage": storage,
         "device": k.device,
-        **{name: meta_state[name] for name in size_names},
+        **{name: meta_state[name] for name in sizes},
     }
     return SavedCache(k, v, check_int("meta_state['seq_len']", meta_state["seq_len"], minimum=0), arguments)
+
+
+def _check_rows(name: str, rows: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> torch.Tensor:
+    if not isinstance(rows, torch.Tensor):
+        raise InvalidTypeError(f"{name} is a {type(rows).__name__}; expected a torch.Tensor")
+    check_shape(name, tuple(rows.shape), shape, "(B, Hkv, stored_len, width)")
+    if rows.dtype != dtype:
+        raise InvalidTypeError(f"{name} has dtype {dtype_name(rows.dtype)}; expected {dtype_name(dtype)}")
+    return rows.detach()
 
 
 def _check_entries(name: str, data: Mapping[str, Any], expected: set[str]) -> None:

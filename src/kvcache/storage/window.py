@@ -14,6 +14,7 @@ import torch
 
 from kvcache.checks import check_int
 from kvcache.errors import InvalidValueError
+from kvcache.storage.codecs import StorageLike
 from kvcache.storage.layer import LayerCache, VisibleRows
 
 
@@ -40,7 +41,7 @@ class SlidingWindowCache(LayerCache):
         sinks: first tokens that stay visible for ever (StreamingLLM, arXiv:2309.17453, section 3).
         slack: tokens kept beyond the window; once full, up to `slack + 1` tokens can be rolled back.
         v_head_dim: head size of the values, Dv; default D.
-        storage: how rows are kept; default `dtype`.
+        storage: how rows are kept, as in `KVCache`; default `dtype`.
 
     Attributes:
         k_cache, v_cache: the buffers (batch_size, num_heads, sinks + window + slack, head_dim).
@@ -69,7 +70,7 @@ class SlidingWindowCache(LayerCache):
         sinks: int = 0,
         slack: int = 0,
         v_head_dim: int | None = None,
-        storage: torch.dtype | str | None = None,
+        storage: StorageLike | None = None,
     ) -> None:
         self.window = check_int("window", window, minimum=1)
         self.sinks = check_int("sinks", sinks, minimum=0)
@@ -106,7 +107,7 @@ class SlidingWindowCache(LayerCache):
         length = self._seq_len + num_tokens
         first_visible = self._first_visible(self._seq_len)
         first = max(self._first, length - (self.window + self.slack))
-        k_new, v_new = k_new.detach().to(self.k_cache.dtype), v_new.detach().to(self.v_cache.dtype)
+        k_new, v_new = self._store.encode(k_new, v_new)
         step = None
         if first_visible < first:  # the step's own queries see rows that the step itself pushes out of the store
             k, v = self._ordered(first_visible)
@@ -127,7 +128,7 @@ class SlidingWindowCache(LayerCache):
         k, v = self._ordered(first_visible)
         if self._step is not None:  # `attend` reads those too, so the caller gets copies
             k, v = k.clone(), v.clone()
-        return self._emit(k), self._emit(v)
+        return self._store.decode(k, v, self._dtype)
 
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the stored keys (B, Hkv, stored_len, D) and values, in order of position."""

@@ -1,0 +1,84 @@
+"""The tensors of one layer: blocks of key rows and blocks of value rows, each as its codec keeps it.
+
+    k   (num_blocks, Hkv, block_size, width)      one row: the key of one token and head, encoded
+    v   (num_blocks, Hkv, block_size, width)
+
+A preallocated cache is the case of one block a sequence, and a window one block that is written round and round; a
+pool has many small blocks. Who holds which block is not known here.
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+
+from kvcache.attention.encoded import Store
+from kvcache.storage.codecs import Storage
+from kvcache.storage.specs import LayerSpec
+
+
+class BlockStore:
+    """Blocks of keys and values of one layer, zero when new."""
+
+    def __init__(
+        self, layer: LayerSpec, num_blocks: int, block_size: int, storage: Storage, device: torch.device
+    ) -> None:
+        self.layer = layer
+        self.storage = storage
+        # A tensor made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self.k, self.v = (
+                torch.zeros(
+                    num_blocks, layer.num_heads, block_size, codec.width(head_dim), dtype=codec.dtype, device=device
+                )
+                for codec, head_dim in zip((storage.k, storage.v), layer.head_dims, strict=True)
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are."""
+        return self.k.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a block, for each head."""
+        return self.k.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return self.k.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.k.nbytes + self.v.nbytes
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys (..., D) and values (..., Dv), detached, as they are kept (..., width)."""
+        return self.storage.k.encode(k.detach()), self.storage.v.encode(v.detach())
+
+    def decode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return kept rows as keys and values of `dtype`; themselves where nothing changes."""
+        k_dim, v_dim = self.layer.head_dims
+        return self.storage.k.decode(k, k_dim, dtype), self.storage.v.decode(v, v_dim, dtype)
+
+    def readable(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Store, Store]:
+        """Return kept rows (N, Hkv, S, width) as `attend` takes them, undecoded."""
+        k_dim, v_dim = self.layer.head_dims
+        return self.storage.k.readable(k, k_dim), self.storage.v.readable(v, v_dim)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks."""
+        from_blocks, to_blocks = (torch.tensor(blocks, device=self.device) for blocks in (sources, targets))
+        for rows in (self.k, self.v):
+            rows[to_blocks] = rows[from_blocks]
+
+    def empty_like(self, num_blocks: int) -> Self:
+        """Return new blocks of the same form."""
+        return type(self)(self.layer, num_blocks, self.block_size, self.storage, self.device)
+
+    def to(self, device: torch.device) -> None:
+        """Move all blocks, in place."""
+        with torch.inference_mode(False):
+            self.k, self.v = self.k.to(device), self.v.to(device)

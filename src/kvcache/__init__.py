@@ -10,21 +10,27 @@ from kvcache.errors import (
     InvalidValueError,
     KVCacheError,
     ModelError,
+    OutOfBlocksError,
     RollbackError,
 )
 from kvcache.modules import CausalSelfAttentionWithCache
 from kvcache.step import kv_cache_step
-from kvcache.storage import KVCache, SlidingWindowCache
+from kvcache.storage import BlockPool, CacheSpec, KVCache, LayerSpec, Sequence, SlidingWindowCache
 
 __all__ = [
+    "BlockPool",
     "CacheFullError",
+    "CacheSpec",
     "CausalSelfAttentionWithCache",
     "InvalidTypeError",
     "InvalidValueError",
     "KVCache",
     "KVCacheError",
+    "LayerSpec",
     "ModelError",
+    "OutOfBlocksError",
     "RollbackError",
+    "Sequence",
     "SlidingWindowCache",
     "attend",
     "cache_nbytes",

@@ -21,6 +21,23 @@ class CacheFullError(KVCacheError, ValueError):
     """More tokens were to be stored than the cache has room for; nothing was stored."""
 
 
+class OutOfBlocksError(CacheFullError):
+    """A pool has fewer free blocks than a step needs; nothing has changed.
+
+    Attributes: `kind` of the layers whose blocks are short, blocks `needed`, blocks `free`.
+    """
+
+    def __init__(self, kind: str, needed: int, free: int) -> None:
+        super().__init__(kind, needed, free)
+        self.kind, self.needed, self.free = kind, needed, free
+
+    def __str__(self) -> str:
+        return (
+            f"the step needs {self.needed} blocks of the {self.kind} layers and {self.free} are free; free sequences, "
+            f"step fewer tokens at once, or create the pool with {self.needed - self.free} blocks more"
+        )
+
+
 class RollbackError(KVCacheError, ValueError):
     """A window no longer holds the rows that the shorter sequence needs; nothing was removed."""
 

@@ -1,5 +1,6 @@
 """What one layer, and one model, keeps of a token: head counts, head sizes, and which tokens stay visible."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -124,3 +125,8 @@ class CacheSpec:
     def token_nbytes(self, storage: StorageLike, kind: str | None = None) -> int:
         """Return the bytes of one token's keys and values in all layers, or in those of one kind."""
         return sum(layer.token_nbytes(storage) for layer in self.layers if kind in (None, layer.kind))
+
+    def nbytes(self, num_blocks: int | Mapping[str, int], block_size: int, storage: StorageLike) -> int:
+        """Return the bytes of a `BlockPool` made with these arguments."""
+        counts = num_blocks if isinstance(num_blocks, Mapping) else dict.fromkeys(self.kinds, num_blocks)
+        return sum(counts[kind] * block_size * self.token_nbytes(storage, kind) for kind in self.kinds)

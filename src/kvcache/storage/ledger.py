@@ -1,0 +1,99 @@
+"""Who holds which block: pure bookkeeping, without a tensor.
+
+A block is free, or has at least one holder. A holder is any object, told apart by identity: the block table of a
+sequence, or a step that may have to give a block back to one. How often a block is used is the number of its holders,
+and nothing else counts it.
+"""
+
+from collections.abc import Iterable
+
+from kvcache.errors import InvalidValueError
+
+
+class BlockLedger:
+    """The holders of blocks 0 .. num_blocks - 1 of one kind of layers; every act takes the same time, however many.
+
+    Blocks are handed out from 0 up, freed ones again before new ones, the last freed first.
+
+    >>> ledger = BlockLedger(num_blocks=3)
+    >>> block = ledger.allocate("a")
+    >>> ledger.retain(block, "b")
+    >>> ledger.release(block, "a")
+    >>> block, ledger.num_holders(block), ledger.num_free
+    (0, 1, 2)
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._free = list(reversed(range(num_blocks)))  # the next one last
+        self._holders: dict[int, set[object]] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks."""
+        return len(self._free) + len(self._holders)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without a holder."""
+        return len(self._free)
+
+    @property
+    def holders(self) -> dict[int, frozenset[object]]:
+        """The holders of each block that is not free: a snapshot."""
+        return {block: frozenset(holders) for block, holders in self._holders.items()}
+
+    def num_holders(self, block: int) -> int:
+        """Return how many hold `block`."""
+        return len(self._holders.get(block, ()))
+
+    def allocate(self, holder: object) -> int:
+        """Give a free block to `holder`; there must be one."""
+        block = self._free.pop()
+        self._holders[block] = {holder}
+        return block
+
+    def retain(self, block: int, holder: object) -> None:
+        """Add a holder to a block that others hold.
+
+        Raises:
+            InvalidValueError: `block` is free, or `holder` holds it already.
+        """
+        holders = self._holders.get(block)
+        if holders is None or holder in holders:
+            raise InvalidValueError(f"block {block} is {'free' if holders is None else 'held already'}")
+        holders.add(holder)
+
+    def release(self, block: int, holder: object) -> None:
+        """Take a holder from `block`; the last one frees it.
+
+        Raises:
+            InvalidValueError: `holder` does not hold it, because it never did or has released it already.
+        """
+        holders = self._holders.get(block)
+        if holders is None or holder not in holders:
+            raise InvalidValueError(f"block {block} is released by one that does not hold it")
+        holders.remove(holder)
+        if not holders:
+            del self._holders[block]
+            self._free.append(block)
+
+    def check(self, claims: Iterable[tuple[object, Iterable[int]]]) -> None:
+        """Check that each block is free or held, and that the holders are exactly those that `claims` lists.
+
+        Args:
+            claims: each holder there should be, and its blocks.
+
+        Raises:
+            AssertionError: the books are wrong, which is a fault of this package.
+        """
+        free = set(self._free)
+        assert len(free) == len(self._free), f"blocks are free twice: {sorted(self._free)}"
+        assert not free & self._holders.keys(), f"blocks are free and held: {sorted(free & self._holders.keys())}"
+        assert free | self._holders.keys() == set(range(self.num_blocks)), "blocks are lost"
+        claimed: dict[int, set[object]] = {}
+        for holder, blocks in claims:
+            for block in blocks:
+                holders = claimed.setdefault(block, set())
+                assert holder not in holders, f"{holder!r} names block {block} twice"
+                holders.add(holder)
+        assert claimed == self._holders, f"held are {self._holders}, and named by their holders {claimed}"

@@ -1,0 +1,182 @@
+"""Keys and values of many sequences in blocks of one size, shared where sequences share their past.
+
+    pool        one BlockLedger a kind of layers: who holds which block       pure bookkeeping
+     |          one BlockStore a layer: the rows of all blocks                tensors
+    Sequence    one BlockTable a kind: its blocks, in order
+     |
+    Step        new tokens for some sequences: reserve, append and attend layer by layer, commit
+
+A block id names the same rows in every layer of its kind.
+"""
+
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvcache.checks import check_device, check_int
+from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.storage.blocks import BlockStore
+from kvcache.storage.codecs import StorageLike, check_storage
+from kvcache.storage.ledger import BlockLedger
+from kvcache.storage.sequence import Sequence
+from kvcache.storage.specs import CacheSpec
+from kvcache.storage.step import Step
+from kvcache.storage.table import BlockTable
+from kvcache.storage.tokens import TokenIds
+
+
+class BlockPool:
+    """A preallocated store for the keys and values of all layers of one model, for any number of sequences.
+
+    Sequences grow block by block and nothing stored is ever moved. `Sequence.fork` shares all blocks, the open one
+    too; a step that must write a block which others hold takes a copy of that one first. Sliding layers give blocks
+    back once no query sees them any more.
+
+    Args:
+        spec: the layers, for instance `CacheSpec.from_config(model.config)`.
+        num_blocks: blocks of each kind of layers, >= 1; or one number a kind, as in {"full": 100, "sliding": 20}.
+        block_size: token rows of a block, >= 1.
+        storage: how rows are kept, as in `KVCache`: "float32", "bfloat16", "int8", "int8/int4" ...
+        device: where the blocks are.
+
+    Attributes:
+        spec, block_size, device: as given.
+        stores: one `BlockStore` a layer, with the tensors.
+        open_steps: steps that are neither committed nor aborted.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: an argument is out of range or of the wrong kind.
+
+    A pool, its sequences and steps belong to one thread at a time.
+
+    >>> from kvcache import BlockPool, CacheSpec, LayerSpec
+    >>> pool = BlockPool(CacheSpec([LayerSpec(num_heads=2, head_dim=8)]), num_blocks=8, block_size=4)
+    >>> text = pool.new_sequence()
+    >>> with pool.step([text], [[11, 12, 13, 14, 15, 16]]) as step:  # leaving the block commits
+    ...     step.append(0, torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8))
+    ...     output = step.attend(0, torch.randn(1, 4, 6, 8))
+    >>> branch = text.fork()
+    >>> with pool.step([text, branch], [[17], [18, 19]]) as step:  # 3 tokens, one behind the other
+    ...     step.append(0, torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
+    ...     output = step.attend(0, torch.randn(1, 4, 3, 8))
+    >>> text.blocks(), branch.blocks()  # block 0 is shared; 1 was, until one of the two wrote
+    ([0, 2], [0, 1])
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        num_blocks: int | Mapping[str, int],
+        block_size: int = 16,
+        storage: StorageLike = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not isinstance(spec, CacheSpec):
+            raise InvalidTypeError(f"spec is a {type(spec).__name__}; expected a CacheSpec")
+        self.spec = spec
+        self.block_size = check_int("block_size", block_size, minimum=1)
+        self.device = check_device("device", device)
+        counts = _check_num_blocks(spec, num_blocks)
+        self._storage = check_storage("storage", storage)
+        self.stores = tuple(
+            BlockStore(layer, counts[layer.kind], self.block_size, self._storage, self.device) for layer in spec.layers
+        )
+        self.open_steps: list[Step] = []
+        self._ledgers = {kind: BlockLedger(count) for kind, count in counts.items()}
+        self._sequences: dict[Sequence, None] = {}
+
+    @property
+    def storage(self) -> str:
+        """How rows are kept: a name, or the keys' and the values', as in "int8/int4"."""
+        return self._storage.name
+
+    @property
+    def num_blocks(self) -> dict[str, int]:
+        """Blocks of each kind of layers."""
+        return {kind: ledger.num_blocks for kind, ledger in self._ledgers.items()}
+
+    @property
+    def num_free(self) -> dict[str, int]:
+        """Free blocks of each kind of layers."""
+        return {kind: ledger.num_free for kind, ledger in self._ledgers.items()}
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences that are not freed."""
+        return list(self._sequences)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks, used and free; what `spec.nbytes` says."""
+        return sum(store.nbytes for store in self.stores)
+
+    def num_holders(self, block: int, kind: str = "full") -> int:
+        """Return how many sequences hold a block of this kind (an open step counts for one that it copied from)."""
+        return self._ledgers[kind].num_holders(block)
+
+    def new_sequence(self) -> Sequence:
+        """Return an empty sequence; it takes its first block in a step."""
+        tables = {
+            kind: BlockTable(ledger, self.block_size, *self.spec.rule(kind)) for kind, ledger in self._ledgers.items()
+        }
+        return self.adopt(tables, array("q"))
+
+    def step(self, sequences: list[Sequence], tokens: list[TokenIds]) -> Step:
+        """Reserve room for new tokens of some sequences, and return the step that stores and attends them.
+
+        Used in a `with` statement it commits at the end; left by an exception, or with `Step.abort`, it never
+        happened. Until then nothing else can be done with its sequences.
+
+        Args:
+            sequences: of this pool, each once.
+            tokens: for each sequence the ids of its new tokens, at least one: lists, or integer tensors (T,).
+
+        Raises:
+            OutOfBlocksError: too few blocks are free. Nothing has changed.
+            InvalidValueError, InvalidTypeError: a sequence is freed, in an open step, of another pool or named twice;
+                ids are missing or are none. Nothing has changed.
+        """
+        return Step(self, sequences, tokens)
+
+    def check(self) -> None:
+        """Check that every block is either free or held by those that name it, and by nobody else.
+
+        Raises:
+            AssertionError: it is not, which is a fault of this package.
+        """
+        for kind, ledger in self._ledgers.items():
+            tables = [sequence.table(kind) for sequence in self._sequences]
+            claims = [claim for step in self.open_steps for claim in step.reservations[kind].claims]
+            ledger.check([*((table, table.blocks) for table in tables), *claims])
+        for sequence in self._sequences:
+            sequence.check()
+
+    def adopt(self, tables: dict[str, BlockTable], tokens: "array[int]") -> Sequence:
+        """Return a new sequence of the pool that owns these tables."""
+        sequence = Sequence(self, tables, tokens)
+        self._sequences[sequence] = None
+        return sequence
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget a sequence that holds nothing any more."""
+        del self._sequences[sequence]
+
+    def __repr__(self) -> str:
+        used = ", ".join(
+            f"{ledger.num_blocks - ledger.num_free} of {ledger.num_blocks} {kind} blocks used"
+            for kind, ledger in self._ledgers.items()
+        )
+        return (
+            f"BlockPool({len(self.stores)} layers, block_size={self.block_size}, storage={self.storage}, "
+            f"device={self.device}, {used}, {len(self._sequences)} sequences)"
+        )
+
+
+def _check_num_blocks(spec: CacheSpec, num_blocks: Any) -> dict[str, int]:
+    if not isinstance(num_blocks, Mapping):
+        return dict.fromkeys(spec.kinds, check_int("num_blocks", num_blocks, minimum=1))
+    if set(num_blocks) != set(spec.kinds):
+        raise InvalidValueError(f"num_blocks has the kinds {list(num_blocks)}; expected {list(spec.kinds)}")
+    return {kind: check_int(f"num_blocks[{kind!r}]", num_blocks[kind], minimum=1) for kind in spec.kinds}

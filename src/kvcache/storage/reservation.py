@@ -1,0 +1,96 @@
+"""Blocks for the new tokens of several sequences, taken at once, with the way back: pure bookkeeping.
+
+A block that others hold too is not written: the table that grows into it takes a copy in its place (copy-on-write).
+Whoever grows last among the holders of a block has it for itself and needs none.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvcache.errors import OutOfBlocksError
+from kvcache.storage.table import BlockTable
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """What changes in one table. It holds a replaced block itself, so that nobody else gets it before the end."""
+
+    table: BlockTable
+    num_new: int
+    replaced: int | None = None
+
+    @property
+    def copy(self) -> int:
+        """The block in the place of the replaced one."""
+        return self.table.blocks[-1 - self.num_new]
+
+    def undo(self) -> None:
+        """Give the new blocks back, and the table its old one."""
+        self.table.shrink(self.num_new)
+        if self.replaced is not None:
+            self.table.restore_last(self.replaced)
+        self.settle()
+
+    def settle(self) -> None:
+        """Let the replaced block go."""
+        if self.replaced is not None:
+            self.table.ledger.release(self.replaced, self)
+
+
+class Reservation:
+    """Room for `num_tokens` more tokens in each table of one kind, which holds `length`.
+
+    Raises:
+        OutOfBlocksError: too few blocks are free; nothing has changed.
+    """
+
+    def __init__(self, kind: str, requests: Iterable[tuple[BlockTable, int, int]]) -> None:
+        plan = list(_plan(requests))  # of (table, new blocks, whether to copy)
+        if plan:
+            needed = sum(num_new + copies for _, num_new, copies in plan)
+            free = plan[0][0].ledger.num_free
+            if needed > free:
+                raise OutOfBlocksError(kind, needed, free)
+        self.growths = [_grow(*entry) for entry in plan]
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        """Blocks whose rows must be copied, (source, target)."""
+        return [(growth.replaced, growth.copy) for growth in self.growths if growth.replaced is not None]
+
+    @property
+    def claims(self) -> list[tuple[object, list[int]]]:
+        """What the reservation itself holds in the ledger."""
+        return [(growth, [growth.replaced]) for growth in self.growths if growth.replaced is not None]
+
+    def settle(self) -> None:
+        """Make it final."""
+        for growth in self.growths:
+            growth.settle()
+
+    def undo(self) -> None:
+        """Leave every table as it was."""
+        for growth in reversed(self.growths):
+            growth.undo()
+
+
+def _plan(requests: Iterable[tuple[BlockTable, int, int]]) -> Iterator[tuple[BlockTable, int, bool]]:
+    left: Counter[int] = Counter()  # tables before this one that will have left a shared block
+    for table, length, num_tokens in requests:
+        num_new = table.num_blocks_for(length + num_tokens) - table.num_blocks_for(length)
+        block = table.open_block(length) if num_tokens else None
+        copies = block is not None and table.ledger.num_holders(block) - left[block] > 1
+        if block is not None and copies:
+            left[block] += 1
+        yield table, num_new, copies
+
+
+def _grow(table: BlockTable, num_new: int, copies: bool) -> Growth:
+    replaced = table.blocks[-1] if copies else None
+    growth = Growth(table, num_new, replaced)
+    if replaced is not None:
+        table.ledger.retain(replaced, growth)
+        table.replace_last()
+    table.grow(num_new)
+    return growth

@@ -1,0 +1,143 @@
+"""One sequence of tokens in a pool: what it has seen, and one block table for each kind of layers."""
+
+from array import array
+from typing import TYPE_CHECKING
+
+from kvcache.checks import check_int
+from kvcache.errors import InvalidValueError, RollbackError
+from kvcache.storage.table import BlockTable
+
+if TYPE_CHECKING:
+    from kvcache.storage.pool import BlockPool
+    from kvcache.storage.step import Step
+
+
+class Sequence:
+    """The tokens of one text, whose keys and values are in the blocks of a pool; made by `BlockPool.new_sequence`.
+
+    It grows by a step of the pool. What is done to it here moves no row: forks share their blocks until one of them
+    writes, and going back shortens tables.
+    """
+
+    def __init__(self, pool: "BlockPool", tables: dict[str, BlockTable], tokens: "array[int]") -> None:
+        self.pool = pool
+        self.open_step: Step | None = None
+        self._tables = tables
+        self._tokens = tokens
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens seen so far, which is the position of the next one."""
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of all tokens seen: a snapshot."""
+        return self._tokens.tolist()
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether `free` was called."""
+        return not self._tables
+
+    def blocks(self, kind: str = "full") -> list[int]:
+        """Return the ids of the blocks held for the layers of this kind, in order: a snapshot.
+
+        A window's table begins with the blocks of its sinks; those that the window has left are not in it.
+
+        Raises:
+            InvalidValueError: the sequence is freed, or the pool has no layers of this kind.
+        """
+        self.check_usable()
+        if kind not in self._tables:
+            raise InvalidValueError(f"kind is {kind!r}; expected one of {list(self._tables)}")
+        return self._tables[kind].blocks.tolist()
+
+    def fork(self) -> "Sequence":
+        """Return another sequence with the same past. No row is copied; see `BlockPool` for what is shared.
+
+        Raises:
+            InvalidValueError: the sequence is freed, or in an open step.
+        """
+        self.check_usable()
+        return self.pool.adopt({kind: table.fork() for kind, table in self._tables.items()}, self._tokens[:])
+
+    def can_rollback(self, n: int) -> bool:
+        """Whether the last `n` tokens can be dropped: there are that many, and windows hold what the rest needs.
+
+        For n <= 1 windows always do.
+        """
+        self.check_usable()
+        length = self.seq_len - check_int("n", n, minimum=0)
+        return length >= 0 and all(table.holds(length) for table in self._tables.values())
+
+    def rollback(self, n: int) -> None:
+        """Drop the last `n` tokens. Blocks that are no longer needed are released.
+
+        Raises:
+            InvalidValueError: `n` is negative or larger than `seq_len`; the sequence is freed, or in an open step.
+            RollbackError: a window no longer holds the rows that the shorter sequence needs. Nothing has changed.
+        """
+        self.check_usable()
+        n = check_int("n", n, minimum=0)
+        if n > self.seq_len:
+            raise InvalidValueError(f"n is {n}; expected at most seq_len = {self.seq_len}")
+        if not self.can_rollback(n):
+            raise RollbackError(
+                f"the sequence has {self.seq_len} tokens, and windows no longer hold what one of {self.seq_len - n} "
+                "needs; fork a sequence before the tokens that may have to go, or keep only some of a step's tokens "
+                "when you commit it"
+            )
+        del self._tokens[self.seq_len - n :]
+        for table in self._tables.values():
+            table.shorten(self.seq_len)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens; raises as `rollback` does."""
+        length = check_int("length", length, minimum=0)
+        if length > self.seq_len:
+            raise InvalidValueError(f"length is {length}; expected at most seq_len = {self.seq_len}")
+        self.rollback(self.seq_len - length)
+
+    def free(self) -> None:
+        """Release all blocks; the sequence can't be used any more.
+
+        Raises:
+            InvalidValueError: it is freed already, or in an open step.
+        """
+        self.check_usable()
+        for table in self._tables.values():
+            table.shorten(0)
+        self._tables = {}
+        self._tokens = array("q")
+        self.pool.forget(self)
+
+    def table(self, kind: str) -> BlockTable:
+        """Return the block table for the layers of one kind."""
+        return self._tables[kind]
+
+    def extend(self, tokens: "array[int]") -> None:
+        """Take new tokens whose rows are in the blocks; give back the blocks behind them, and those windows left."""
+        self._tokens.extend(tokens)
+        for table in self._tables.values():
+            table.shorten(self.seq_len)
+            table.drop_left_behind(self.seq_len)
+
+    def check(self) -> None:
+        """Check that tables are as long as the sequence; `BlockPool.check` checks who holds the blocks."""
+        if self.open_step is None:
+            for table in self._tables.values():
+                table.check(self.seq_len)
+
+    def check_usable(self) -> None:
+        """Check that the sequence is not freed and in no open step."""
+        if self.is_freed:
+            raise InvalidValueError("the sequence was freed; make another with pool.new_sequence()")
+        if self.open_step is not None:
+            raise InvalidValueError("the sequence is in an open step; commit or abort that first")
+
+    def __repr__(self) -> str:
+        if self.is_freed:
+            return "Sequence(freed)"
+        blocks = ", ".join(f"{kind}={table.blocks.tolist()}" for kind, table in self._tables.items())
+        return f"Sequence(seq_len={self.seq_len}, blocks: {blocks})"

@@ -1,0 +1,347 @@
+"""One step of a batch of sequences: reserve blocks, append and attend layer by layer, commit.
+
+Whatever can fail for want of room fails in reserving, before anything has changed. Until the commit, lengths stay as
+they were and tables know the way back: a step that is left by an exception never happened.
+"""
+
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
+
+import torch
+
+from kvcache.attention import attend
+from kvcache.checks import check_int, check_tensor
+from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.storage.reservation import Reservation
+from kvcache.storage.sequence import Sequence
+from kvcache.storage.specs import LayerSpec
+from kvcache.storage.tokens import TokenIds, check_token_ids
+
+if TYPE_CHECKING:
+    from kvcache.storage.pool import BlockPool
+
+
+class Group(NamedTuple):
+    """The sequences of a step with equally many new tokens: attention takes them in one call."""
+
+    sequences: list[int]  # their places among the step's sequences
+    tokens: torch.Tensor  # (B, T), the places of their tokens among the step's
+
+
+class Step:
+    """New tokens for some sequences of a pool; made by `BlockPool.step`, which shows how to use it.
+
+    The tokens of all sequences, N in all, lie one behind the other in the order of the sequences, without padding.
+
+    Attributes:
+        sequences: as given.
+        num_tokens: how many new tokens each of them has.
+    """
+
+    def __init__(self, pool: "BlockPool", sequences: list[Sequence], tokens: list[TokenIds]) -> None:
+        self.pool = pool
+        self.sequences = _check_sequences(pool, sequences)
+        self._ids = _check_tokens(tokens, len(self.sequences))
+        self.num_tokens = [len(ids) for ids in self._ids]
+        self._lengths = [sequence.seq_len for sequence in self.sequences]
+        self._reservations: dict[str, Reservation] = {}
+        self._appended: set[int] = set()
+        self._block_tables: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._slots: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        try:
+            self._reserve()
+        except BaseException:
+            self._undo()
+            raise
+        pool.open_steps.append(self)
+        for sequence in self.sequences:
+            sequence.open_step = self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the step is neither committed nor aborted."""
+        return self in self.pool.open_steps
+
+    @property
+    def reservations(self) -> dict[str, Reservation]:
+        """What was reserved for each kind of layers."""
+        return self._reservations
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """The position of each new token in its sequence, int64 (1, N): for rotary or learned embeddings."""
+        parts = [
+            torch.arange(length, length + count, device=self.pool.device)
+            for length, count in zip(self._lengths, self.num_tokens, strict=True)
+        ]
+        return torch.cat(parts)[None]
+
+    @cached_property
+    def last(self) -> torch.Tensor:
+        """The place of each sequence's last new token among all N, int64 (B,): where its next token's logits are."""
+        return torch.tensor(self.num_tokens, device=self.pool.device).cumsum(0) - 1
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store one layer's keys and values of all new tokens; `attend` then sees them.
+
+        Args:
+            layer: index of the layer in the pool's spec.
+            k: (1, Hkv, N, D), any floating dtype (cast by value), on the pool's device.
+            v: (1, Hkv, N, Dv), likewise.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: a shape, dtype or device does not fit, the layer is appended already,
+                or the step is over. Nothing has been stored.
+        """
+        spec = self._check_layer(layer)
+        if layer in self._appended:
+            raise InvalidValueError(f"layer {layer} is appended already; expected each layer once in a step")
+        k_dim, v_dim = spec.head_dims
+        shape = (1, spec.num_heads, sum(self.num_tokens))
+        check_tensor("k", k, (*shape, k_dim), "(1, Hkv, N, D)", self.pool.device)
+        check_tensor("v", v, (*shape, v_dim), "(1, Hkv, N, Dv)", self.pool.device)
+        store = self.pool.stores[layer]
+        blocks, rows = self._slots_of(spec.kind)
+        for target, source in zip((store.k, store.v), store.encode(k, v), strict=True):
+            target[blocks, :, rows] = source[0].transpose(0, 1)
+        self._appended.add(layer)
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float | None = ...,
+        softcap: float | None = ...,
+        sink_logits: torch.Tensor | None = ...,
+        return_lse: Literal[False] = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float | None = ...,
+        softcap: float | None = ...,
+        sink_logits: torch.Tensor | None = ...,
+        return_lse: Literal[True],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend the queries of all new tokens in one layer, each over its own sequence up to itself.
+
+        Args:
+            layer: index of the layer, which must be appended.
+            q: (1, H, N, D) with H a multiple of the layer's Hkv; any floating dtype.
+            scale: what scores are multiplied with; default 1 / sqrt(D).
+            softcap: scores become `softcap * tanh(scores / softcap)`.
+            sink_logits: (H,), one more logit a head without a value.
+            return_lse: also return the log-sum-exp (1, H, N).
+
+        Returns:
+            The output (1, H, N, Dv) in q's dtype, or a pair of it and the log-sum-exp. No gradient flows into the
+            pool; it does flow into `q`.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: a shape, dtype, device or value does not fit, the layer is not
+                appended yet, or the step is over.
+        """
+        spec = self._check_layer(layer)
+        if layer not in self._appended:
+            raise InvalidValueError(f"layer {layer} is not appended yet; append its keys and values first")
+        check_tensor("q", q, (1, None, sum(self.num_tokens), spec.head_dim), "(1, H, N, D)", self.pool.device)
+        store = self.pool.stores[layer]
+        results = [
+            attend(
+                q[0, :, group.tokens].transpose(0, 1),
+                *store.readable(store.k, store.v),
+                block_table=block_table,
+                lengths=lengths,
+                window=spec.window,
+                sinks=spec.sinks,
+                scale=scale,
+                softcap=softcap,
+                sink_logits=sink_logits,
+                return_lse=True,
+            )
+            for group, (block_table, lengths) in zip(self._groups, self._block_tables_of(spec.kind), strict=True)
+        ]
+        output, lse = (self._packed(parts) for parts in zip(*results, strict=True))
+        return (output, lse) if return_lse else output
+
+    def commit(self, keep: list[int] | None = None) -> None:
+        """Let the new tokens belong to their sequences; windows give back the blocks that they have left.
+
+        Args:
+            keep: how many of each sequence's new tokens stay, the first ones; default all. So what speculation
+                proposed and nobody accepted never becomes part of a sequence.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: a layer is not appended, `keep` does not fit, or the step is over.
+                Nothing has changed.
+        """
+        self._check_open()
+        if missing := sorted(set(range(len(self.pool.stores))) - self._appended):
+            raise InvalidValueError(f"layers {missing} are not appended; expected every layer before the commit")
+        kept = self._check_keep(keep)
+        for reservation in self._reservations.values():
+            reservation.settle()
+        self._close()
+        for sequence, ids, count in zip(self.sequences, self._ids, kept, strict=True):
+            sequence.extend(ids[:count])
+
+    def abort(self) -> None:
+        """Leave everything as it was before the step."""
+        self._check_open()
+        self._undo()
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.is_open:
+            return
+        if error is not None:
+            self.abort()
+            return
+        try:
+            self.commit()
+        except InvalidValueError:
+            self.abort()
+            raise
+
+    def _reserve(self) -> None:
+        pool = self.pool
+        for kind in pool.spec.kinds:
+            tables = [sequence.table(kind) for sequence in self.sequences]
+            self._reservations[kind] = Reservation(kind, zip(tables, self._lengths, self.num_tokens, strict=True))
+        for kind, reservation in self._reservations.items():
+            if reservation.copies:
+                sources, targets = zip(*reservation.copies, strict=True)
+                for layer in pool.spec.kinds[kind]:
+                    pool.stores[layer].copy_blocks(sources, targets)
+
+    def _undo(self) -> None:
+        for reservation in self._reservations.values():
+            reservation.undo()
+
+    def _close(self) -> None:
+        self.pool.open_steps.remove(self)
+        for sequence in self.sequences:
+            sequence.open_step = None
+
+    @cached_property
+    def _groups(self) -> list[Group]:
+        """The step's sequences by their number of new tokens."""
+        ends = self.last.tolist()
+        members: dict[int, list[int]] = {}
+        for place, count in enumerate(self.num_tokens):
+            members.setdefault(count, []).append(place)
+        return [
+            Group(
+                places,
+                torch.tensor([[ends[place] + 1 - count + t for t in range(count)] for place in places]).to(
+                    self.pool.device
+                ),
+            )
+            for count, places in members.items()
+        ]
+
+    @cached_property
+    def _order(self) -> torch.Tensor:
+        """Where each of the N tokens is among the groups' tokens, (N,)."""
+        return torch.cat([group.tokens.flatten() for group in self._groups]).argsort()
+
+    def _packed(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return results (B, H, T, ...) of the groups in the order of the step's tokens, (1, H, N, ...)."""
+        return torch.cat([part.transpose(0, 1).flatten(1, 2) for part in parts], dim=1)[:, self._order][None]
+
+    def _slots_of(self, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block and the row in it of each new token in the layers of one kind, (N,) each."""
+        if kind not in self._slots:
+            places = [
+                place
+                for sequence, length, count in zip(self.sequences, self._lengths, self.num_tokens, strict=True)
+                for place in sequence.table(kind).places(length, length + count)
+            ]
+            blocks, rows = torch.tensor(places, device=self.pool.device).unbind(1)
+            self._slots[kind] = blocks, rows
+        return self._slots[kind]
+
+    def _block_tables_of(self, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each group's block table (B, M), padded with -1, and its numbers of slots (B,)."""
+        if kind not in self._block_tables:
+            self._block_tables[kind] = [self._stacked(kind, group.sequences) for group in self._groups]
+        return self._block_tables[kind]
+
+    def _stacked(self, kind: str, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        tables = [self.sequences[place].table(kind) for place in places]
+        stacked = torch.full((len(tables), max(len(table.blocks) for table in tables)), -1)
+        for row, table in zip(stacked, tables, strict=True):
+            row[: len(table.blocks)] = torch.frombuffer(table.blocks, dtype=torch.int64)
+        lengths = [
+            table.slot(self._lengths[place] + self.num_tokens[place])
+            for place, table in zip(places, tables, strict=True)
+        ]
+        return stacked.to(self.pool.device), torch.tensor(lengths, device=self.pool.device)
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise InvalidValueError("the step is over; start another with pool.step(...)")
+
+    def _check_layer(self, layer: int) -> LayerSpec:
+        self._check_open()
+        layers = self.pool.spec.layers
+        if check_int("layer", layer, minimum=0) >= len(layers):
+            raise InvalidValueError(f"layer is {layer}; expected one of the {len(layers)} layers, counted from 0")
+        return layers[layer]
+
+    def _check_keep(self, keep: Any) -> list[int]:
+        if keep is None:
+            return self.num_tokens
+        if not isinstance(keep, (list, tuple)):
+            raise InvalidTypeError(f"keep is a {type(keep).__name__}; expected a list of one number a sequence")
+        kept = [check_int(f"keep[{index}]", count, minimum=0) for index, count in enumerate(keep)]
+        if len(kept) != len(self.num_tokens) or any(map(int.__gt__, kept, self.num_tokens)):
+            raise InvalidValueError(f"keep is {kept}; expected a number for each sequence, at most {self.num_tokens}")
+        return kept
+
+
+def _check_sequences(pool: "BlockPool", sequences: Any) -> list[Sequence]:
+    if not isinstance(sequences, (list, tuple)):
+        raise InvalidTypeError(f"sequences is a {type(sequences).__name__}; expected a list of Sequence")
+    if not sequences:
+        raise InvalidValueError("sequences is empty; expected at least one Sequence")
+    seen: set[Sequence] = set()
+    for index, sequence in enumerate(sequences):
+        if not isinstance(sequence, Sequence):
+            raise InvalidTypeError(f"sequences[{index}] is a {type(sequence).__name__}; expected a Sequence")
+        if sequence.pool is not pool:
+            raise InvalidValueError(f"sequences[{index}] belongs to another pool")
+        sequence.check_usable()
+        if sequence in seen:
+            raise InvalidValueError(f"sequences[{index}] is in the step twice; expected each sequence once")
+        seen.add(sequence)
+    return list(sequences)
+
+
+def _check_tokens(tokens: Any, num_sequences: int) -> list[Any]:
+    if not isinstance(tokens, (list, tuple)):
+        raise InvalidTypeError(f"tokens is a {type(tokens).__name__}; expected a list of token ids a sequence")
+    if len(tokens) != num_sequences:
+        raise InvalidValueError(f"tokens has {len(tokens)} entries; expected one for each of {num_sequences} sequences")
+    return [check_token_ids(f"tokens[{index}]", ids) for index, ids in enumerate(tokens)]

@@ -1,0 +1,37 @@
+"""Token ids as people give them, as one compact array."""
+
+import operator
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from kvcache.checks import check_shape, dtype_name
+from kvcache.errors import InvalidTypeError, InvalidValueError
+
+TokenIds = Iterable[int] | torch.Tensor
+
+
+def check_token_ids(name: str, ids: Any) -> "array[int]":
+    """Return a list, range or 1-D integer tensor (or array) of at least one id as int64."""
+    if isinstance(ids, torch.Tensor):
+        if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+            raise InvalidTypeError(f"{name} has dtype {dtype_name(ids.dtype)}; expected integers")
+        check_shape(name, tuple(ids.shape), (None,), "(T,)")
+        ids = ids.tolist()
+    try:
+        result = array("q", map(_as_id, ids))
+    except TypeError:
+        raise InvalidTypeError(f"{name} is a {type(ids).__name__} ({ids!r}); expected a list of token ids") from None
+    except OverflowError:
+        raise InvalidValueError(f"{name} holds an id beyond 64 bits") from None
+    if not result:
+        raise InvalidValueError(f"{name} is empty; expected at least one token id")
+    return result
+
+
+def _as_id(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)

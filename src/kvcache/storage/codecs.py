@@ -88,17 +88,13 @@ class GroupCodec:
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows (..., D) of any floating dtype as bytes (..., width)."""
-        head_dim = rows.shape[-1]
-        values = rows.float().clamp(min=-_LARGEST_OFFSET)
-        if missing := -head_dim % GROUP_SIZE:  # repeating a group's own member changes neither its ends nor its codes
-            values = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], missing)], dim=-1)
-        groups = values.view(*rows.shape[:-1], -1, GROUP_SIZE)
-        smallest, largest = groups.aminmax(dim=-1)  # (..., G)
+        groups = _in_groups(rows.float().clamp(min=-_LARGEST_OFFSET))
+        smallest, largest = groups.amin(dim=-1), groups.amax(dim=-1)  # (..., G); aminmax starts threads for one row
         offsets = smallest.clamp(max=_LARGEST_OFFSET).half() + 0  # 0 and not -0
         steps = _step_bits(torch.maximum((largest - offsets.float()) / self._top, _spacing(offsets)))
         offset, step = offsets.float()[..., None], _step_of(steps)[..., None]
         codes = ((groups - offset) / step).round_().clamp_(0, self._top).to(torch.uint8)
-        codes = codes.flatten(-2)[..., :head_dim]
+        codes = codes.flatten(-2)[..., : rows.shape[-1]]
         return torch.cat([offsets.view(torch.uint8), steps.view(torch.uint8), self._pack(codes)], dim=-1)
 
     def decode(self, data: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -108,9 +104,9 @@ class GroupCodec:
         # A copy: a view as another dtype needs aligned memory.
         parameters = data[..., : 4 * num_groups].clone(memory_format=torch.contiguous_format).view(torch.int16)
         offsets, steps = parameters[..., :num_groups], parameters[..., num_groups:]
-        channels = torch.arange(head_dim, device=data.device) // GROUP_SIZE
-        offset, step = offsets.view(torch.float16).float()[..., channels], _step_of(steps)[..., channels]
-        return (offset + self._unpack(packed, head_dim) * step).to(dtype)
+        offset, step = offsets.view(torch.float16).float()[..., None], _step_of(steps)[..., None]
+        codes = _in_groups(self._unpack(packed, head_dim))
+        return (offset + codes * step).flatten(-2)[..., :head_dim].to(dtype)
 
     def readable(self, data: torch.Tensor, head_dim: int) -> "EncodedRows":
         """Return stored rows as `attend` takes them."""
@@ -216,6 +212,13 @@ def _is_name(part: Any) -> bool:
 
 def _num_groups(head_dim: int) -> int:
     return -(-head_dim // GROUP_SIZE)
+
+
+def _in_groups(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows (..., D) as (..., G, 32), the last channel repeated as often as the last group lacks some."""
+    if missing := -rows.shape[-1] % GROUP_SIZE:
+        rows = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], missing)], dim=-1)
+    return rows.contiguous().view(*rows.shape[:-1], rows.shape[-1] // GROUP_SIZE, GROUP_SIZE)
 
 
 def _spacing(offsets: torch.Tensor) -> torch.Tensor:

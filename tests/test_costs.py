@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache import KVCache
 from kvcache.costs import cache_nbytes, count_qkv_projections
 from kvcache.errors import InvalidTypeError, InvalidValueError, KVCacheError
 
@@ -79,7 +80,15 @@ def test_use_cache_must_be_a_bool(value):
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [("float16", 23040), (torch.bfloat16, 23040), (torch.float32, 46080), ("float64", 92160)],
+    [
+        ("float16", 23040),
+        (torch.bfloat16, 23040),
+        (torch.float32, 46080),
+        ("float64", 92160),
+        ("int8", 30 * 3 * 2 * (64 + 2 * 4)),
+        ("int4", 30 * 3 * 2 * (32 + 2 * 4)),
+        ("int8/int4", 30 * 3 * (72 + 40)),
+    ],
 )
 def test_smollm2_takes_the_known_bytes_a_token(dtype, expected):
     assert cache_nbytes(30, 3, 64, 1, dtype=dtype) == expected
@@ -101,6 +110,12 @@ def test_bytes_equal_those_of_real_tensors(dtype, v_head_dim, seq_len, batch_siz
     assert type(nbytes) is int
 
 
+@pytest.mark.parametrize("storage", ["bfloat16", "int8", "int4", ("int8", "int4")])
+def test_bytes_equal_those_of_a_cache(storage):
+    cache = KVCache(2, 3, 33, max_seq_len=7, v_head_dim=5, storage=storage)
+    assert cache_nbytes(1, 3, 33, 7, batch_size=2, dtype=storage, v_head_dim=5) == cache.nbytes
+
+
 @pytest.mark.parametrize(
     ("name", "minimum"),
     [
@@ -119,8 +134,8 @@ def test_a_size_that_is_too_small_or_no_integer_is_refused(name, minimum):
         cache_nbytes(**{**SIZES, name: 2.0})
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8", torch.int64, torch.bool, torch.complex64])
-def test_a_dtype_that_is_not_a_floating_one_is_refused(dtype):
+@pytest.mark.parametrize("dtype", ["int7", "float8", torch.int64, torch.bool, torch.complex64])
+def test_a_dtype_in_which_no_rows_are_kept_is_refused(dtype):
     with pytest.raises(InvalidValueError, match=r"dtype is .*; expected one of float16"):
         cache_nbytes(**SIZES, dtype=dtype)
 

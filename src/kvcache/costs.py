@@ -2,7 +2,9 @@
 
 import torch
 
-from kvcache.checks import check_bool, check_dtype, check_int
+from kvcache.checks import check_bool, check_int
+from kvcache.storage.codecs import StorageLike, check_storage
+from kvcache.storage.specs import LayerSpec
 
 
 def count_qkv_projections(prompt_len: int, gen_len: int, use_cache: bool) -> dict[str, int | bool]:
@@ -46,13 +48,14 @@ def cache_nbytes(
     seq_len: int,
     *,
     batch_size: int = 1,
-    dtype: torch.dtype | str = torch.float32,
+    dtype: StorageLike = torch.float32,
     v_head_dim: int | None = None,
 ) -> int:
     """Return the bytes that the keys and values of `seq_len` tokens take.
 
     The formula is `num_layers * batch_size * num_kv_heads * seq_len * (head_dim + v_head_dim) * itemsize`, with
-    itemsize the bytes of one number: 2 for float16 and bfloat16, 4 for float32, 8 for float64.
+    itemsize the bytes of one number: 2 for float16 and bfloat16, 4 for float32, 8 for float64. For int8 it is 1 and
+    for int4 a half, and each group of 32 channels (the last may be shorter) takes 4 bytes more.
 
     Args:
         num_layers: layers of the model, >= 1.
@@ -60,7 +63,7 @@ def cache_nbytes(
         head_dim: size of a key, >= 1.
         seq_len: tokens stored for each sequence, >= 0.
         batch_size: sequences, >= 1.
-        dtype: in which the rows are kept: a floating torch dtype, or its name.
+        dtype: how the rows are kept: a floating torch dtype or its name, or another `storage` of `KVCache`.
         v_head_dim: size of a value, >= 1; by default `head_dim`.
 
     Raises:
@@ -74,12 +77,10 @@ def cache_nbytes(
     >>> cache_nbytes(num_layers=30, num_kv_heads=3, head_dim=64, seq_len=8192, dtype=torch.bfloat16) // 2**20
     180
     """
-    key_size = check_int("head_dim", head_dim, minimum=1)
-    value_size = key_size if v_head_dim is None else check_int("v_head_dim", v_head_dim, minimum=1)
-    rows = (
+    layer = LayerSpec(check_int("num_kv_heads", num_kv_heads, minimum=1), head_dim, v_head_dim)
+    tokens = (
         check_int("num_layers", num_layers, minimum=1)
         * check_int("batch_size", batch_size, minimum=1)
-        * check_int("num_kv_heads", num_kv_heads, minimum=1)
         * check_int("seq_len", seq_len, minimum=0)
     )
-    return rows * (key_size + value_size) * check_dtype("dtype", dtype).itemsize
+    return tokens * layer.token_nbytes(check_storage("dtype", dtype))

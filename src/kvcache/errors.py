@@ -33,8 +33,8 @@ class OutOfBlocksError(CacheFullError):
 
     def __str__(self) -> str:
         return (
-            f"the step needs {self.needed} blocks of the {self.kind} layers and {self.free} are free; free sequences, "
-            f"step fewer tokens at once, or create the pool with {self.needed - self.free} blocks more"
+            f"blocks of the {self.kind} layers: {self.needed} needed for the step, {self.free} free; free sequences, "
+            f"step fewer tokens at once, or create the pool with more blocks (+{self.needed - self.free})"
         )
 
 

@@ -57,7 +57,7 @@ def test_json_holds_what_people_see(capsys, smollm2):
         "bytes": 56 * 46080,
         "bytes_stored": 44 * 46080,
         "bytes_per_token": 46080,
-        "dtype": "float32",
+        "storage": "float32",
     }
     assert data["model"] == "smollm2"
     assert data["decode_tokens_per_second"] > 0
@@ -95,6 +95,16 @@ def test_without_a_cache_it_says_the_same(capsys, smollm2):
 def test_bfloat16_halves_the_cache(capsys, smollm2):
     data = generate_json(capsys, QUESTION, "--max-new-tokens", 2, "--dtype", "bfloat16")
     assert (data["dtype"], data["cache"]["bytes_per_token"]) == ("bfloat16", 23040)
+
+
+def test_the_cache_may_be_kept_in_fewer_bits(capsys, smollm2):
+    data = generate_json(capsys, QUESTION, "--max-new-tokens", 20, "--storage", "int8", "--compare")
+    assert data["text"] == "The capital of France is Paris."
+    assert (data["dtype"], data["cache"]["storage"]) == ("float32", "int8")
+    assert data["cache"]["bytes_per_token"] == 30 * 3 * 2 * (64 + 8)
+    assert data["comparison"]["same_tokens"] is True
+    data = generate_json(capsys, QUESTION, "--max-new-tokens", 2, "--storage", "int8/int4")
+    assert (data["cache"]["storage"], data["cache"]["bytes_per_token"]) == ("int8/int4", 30 * 3 * (72 + 40))
 
 
 def test_a_seed_repeats_a_sample(capsys, smollm2):
@@ -168,6 +178,8 @@ def test_a_prompt_of_exactly_the_context_fits_and_one_more_is_refused(capsys, ti
         (["hello", "--model", "/nowhere/model"], "model path '/nowhere/model' does not exist"),
         (["hello", "--model", ""], "name is ''"),
         (["hello", "--dtype", "float31"], "--dtype is 'float31'; expected one of float16, bfloat16, float32, float64"),
+        (["hello", "--storage", "int9"], "--storage is 'int9'; expected one of float16, bfloat16"),
+        (["hello", "--storage", "int8", "--no-cache"], "--storage says how a cache keeps rows"),
         (["hello", "--device", "nowhere"], "device is 'nowhere'"),
         (["hello", "--device", "meta"], "device is 'meta'; expected a device with memory"),
         (["hello", "--temperature", "nan"], "Invalid value for '--temperature'"),

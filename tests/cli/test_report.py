@@ -40,7 +40,7 @@ def test_rates_are_tokens_over_the_time_they_took():
 
 def test_data_hold_every_figure():
     cached = run_of(
-        [1, 2], cache=CacheAccount(tokens=5, nbytes=640, stored_nbytes=320, token_nbytes=64, dtype="float32")
+        [1, 2], cache=CacheAccount(tokens=5, nbytes=640, stored_nbytes=320, token_nbytes=64, storage="float32")
     )
     assert as_data(cached) == {
         "generated_tokens": 2,
@@ -52,7 +52,7 @@ def test_data_hold_every_figure():
         "prefill_tokens_per_second": 4.0,
         "decode_tokens_per_second": 0.5,
         "qkv_projections_per_layer": {"with_cache": 15, "without_cache": 27},
-        "cache": {"tokens": 5, "bytes": 640, "bytes_stored": 320, "bytes_per_token": 64, "dtype": "float32"},
+        "cache": {"tokens": 5, "bytes": 640, "bytes_stored": 320, "bytes_per_token": 64, "storage": "float32"},
     }
     uncached = run_of([1, 3], later=5.0)
     assert as_data(uncached)["cache"] is None

@@ -17,6 +17,7 @@ from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli.detokenize import Detokenizer
 from kvcache.cli.prompt import encode, fitting_new_tokens, read_prompt
 from kvcache.errors import InvalidValueError
+from kvcache.storage.codecs import check_storage
 
 EPILOG = """
 Examples:
@@ -45,8 +46,14 @@ def generate(
         int, typer.Option(help="Do not let the model end the text before this many new tokens.", min=0)
     ] = 0,
     dtype: Annotated[
-        str, typer.Option(help="Of weights and cache: float32, bfloat16, float16 or float64.")
+        str, typer.Option(help="Of the weights and what is computed: float32, bfloat16, float16 or float64.")
     ] = "float32",
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="How the cache keeps keys and values: bfloat16, int8, int8/int4 (apart) ...; default: the --dtype."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")] = "cpu",
     raw: Annotated[
         bool, typer.Option("--raw", help="Give the prompt as it is, without the model's chat template.")
@@ -100,6 +107,9 @@ def generate(
     """
     text = read_prompt(prompt, prompt_file)
     dtype = dtype_name(check_dtype("--dtype", dtype))
+    kept = None if storage is None else check_storage("--storage", storage)
+    if kept is not None and not cache:
+        raise InvalidValueError("--storage says how a cache keeps rows; leave --no-cache out")
     if compare and not cache:
         raise InvalidValueError("--compare runs with and without a cache; leave --no-cache out")
     if min_new_tokens > max_new_tokens:
@@ -142,7 +152,7 @@ def generate(
         ),
     )
     printer = _Printer(Detokenizer(loaded.tokenizer), silent=as_json)
-    first = generate_once(use_cache=cache, on_token=printer.push)
+    first = generate_once(use_cache=cache, storage=kept, on_token=printer.push)
     printer.finish()
     second = None
     if compare:

@@ -54,7 +54,7 @@ def as_data(run: Run) -> dict[str, Any]:
             "bytes": run.cache.nbytes,
             "bytes_stored": run.cache.stored_nbytes,
             "bytes_per_token": run.cache.token_nbytes,
-            "dtype": run.cache.dtype,
+            "storage": run.cache.storage,
         },
     }
 
@@ -130,7 +130,7 @@ def _account_table(run: Run) -> Table:
         table.add_row(
             "Cache",
             f"{_size(run.cache.stored_nbytes)} used of {_size(run.cache.nbytes)}, "
-            f"{run.cache.token_nbytes:,} bytes a token in {run.cache.dtype}",
+            f"{run.cache.token_nbytes:,} bytes a token in {run.cache.storage}",
         )
     with_cache, without = projections_with_cache(run), projections_without_cache(run)
     ratio = f" ({without / with_cache:.1f}x)" if without > with_cache else ""
@@ -162,6 +162,8 @@ def _verdict(cached: Run, uncached: Run, dtype: str) -> str:
     parted = first_difference(cached, uncached)
     if parted is None:
         return f"identical, all {len(cached.token_ids)}"
+    if cached.cache is not None and cached.cache.storage != dtype:
+        return f"the same up to token {parted}: the cache keeps {dtype} as {cached.cache.storage}, which rounds"
     if dtype in ("float16", "bfloat16"):
         return (
             f"the same up to token {parted}: {dtype} rounds matrix products of different shapes differently, and two "

@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvcache.hf import cache_for
 from kvcache.hf.cache import ModelCache
+from kvcache.storage.codecs import Storage
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class CacheAccount:
     nbytes: int  # of all buffers
     stored_nbytes: int  # of the rows that hold tokens
     token_nbytes: int  # of one token's rows in all layers
-    dtype: str
+    storage: str
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,17 @@ def generate(
     min_new_tokens: int,
     sampling: SamplingOptions,
     use_cache: bool,
+    storage: Storage | None = None,
     on_token: Callable[[list[int]], None],
 ) -> Run:
-    """Continue `prompt_ids` with `model`; `on_token` gets each new token as it comes."""
+    """Continue `prompt_ids` with `model`; `on_token` gets each new token as it comes.
+
+    `storage` says how the cache keeps rows; default: in the model's dtype.
+    """
     input_ids = torch.tensor([prompt_ids], device=model.device)
     # The last token is sampled and never processed, so it needs no room.
-    cache = cache_for(model, max_tokens=len(prompt_ids) + max_new_tokens - 1) if use_cache else None
+    max_tokens = len(prompt_ids) + max_new_tokens - 1
+    cache = cache_for(model, max_tokens, storage=storage) if use_cache else None
     model.generation_config.cache_implementation = None  # some models ask for one of transformers' own
     clock = _Clock(on_token)
     torch.manual_seed(sampling.seed)

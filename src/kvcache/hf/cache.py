@@ -7,13 +7,13 @@ from typing import Any, Self
 
 import torch
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcache.checks import check_int
 from kvcache.errors import InvalidTypeError, InvalidValueError, RollbackError
 from kvcache.hf.guard import Guard, guard_model
 from kvcache.hf.layers import FullLayer, StoredLayer, WindowLayer
 from kvcache.hf.tokens import TokenRecord
+from kvcache.storage.model_config import layer_windows
 from kvcache.storage.codecs import Storage, StorageLike, check_storage
 
 
@@ -234,18 +234,10 @@ def _decoder_config(model: Any) -> PreTrainedConfig:
 
 
 def _layers(config: PreTrainedConfig, max_tokens: int | None, storage: Storage | None) -> list[StoredLayer]:
-    layers: list[StoredLayer] = []
-    for index, (kind, options) in enumerate(zip(*get_layer_types_and_kwargs(config), strict=True)):
-        if kind == "full_attention":
-            layers.append(FullLayer(max_tokens, storage))
-        elif kind == "sliding_attention":
-            layers.append(WindowLayer(options["sliding_window"], max_tokens, storage))
-        else:
-            raise InvalidValueError(
-                f"layer {index} of the model is of kind {kind!r}; expected full_attention or sliding_attention in "
-                "every layer; leave the cache out to let transformers use its own"
-            )
-    return layers
+    return [
+        FullLayer(max_tokens, storage) if window is None else WindowLayer(window, max_tokens, storage)
+        for window in layer_windows(config)
+    ]
 
 
 def _warn_about_changing_positions(config: PreTrainedConfig, max_tokens: int | None) -> None:

@@ -123,7 +123,7 @@ class BlockPool:
         }
         return self.adopt(tables, array("q"))
 
-    def step(self, sequences: list[Sequence], tokens: list[TokenIds]) -> Step:
+    def step(self, sequences: list[Sequence], tokens: list[TokenIds] | torch.Tensor) -> Step:
         """Reserve room for new tokens of some sequences, and return the step that stores and attends them.
 
         Used in a `with` statement it commits at the end; left by an exception, or with `Step.abort`, it never
@@ -131,7 +131,8 @@ class BlockPool:
 
         Args:
             sequences: of this pool, each once.
-            tokens: for each sequence the ids of its new tokens, at least one: lists, or integer tensors (T,).
+            tokens: for each sequence the ids of its new tokens, at least one: a list of lists or of integer tensors
+                (T,), or one integer tensor (B, T).
 
         Raises:
             OutOfBlocksError: too few blocks are free. Nothing has changed.

@@ -65,7 +65,7 @@ class Sequence:
     def can_rollback(self, n: int) -> bool:
         """Whether the last `n` tokens can be dropped: there are that many, and windows hold what the rest needs.
 
-        For n <= 1 windows always do.
+        For n <= 1 they always do, and again for an n that leaves no more than what lies in the sinks' blocks.
         """
         self.check_usable()
         length = self.seq_len - check_int("n", n, minimum=0)
@@ -84,9 +84,9 @@ class Sequence:
             raise InvalidValueError(f"n is {n}; expected at most seq_len = {self.seq_len}")
         if not self.can_rollback(n):
             raise RollbackError(
-                f"the sequence has {self.seq_len} tokens, and windows no longer hold what one of {self.seq_len - n} "
-                "needs; fork a sequence before the tokens that may have to go, or keep only some of a step's tokens "
-                "when you commit it"
+                f"the last {n} of {self.seq_len} tokens cannot be dropped: a window has given back rows that a "
+                f"sequence of {self.seq_len - n} tokens needs; fork the sequence before tokens that may have to go, or commit "
+                "only those of a step that stay"
             )
         del self._tokens[self.seq_len - n :]
         for table in self._tables.values():
@@ -100,7 +100,7 @@ class Sequence:
         self.rollback(self.seq_len - length)
 
     def free(self) -> None:
-        """Release all blocks; the sequence can't be used any more.
+        """Release all blocks; nothing more can be done with the sequence, but `tokens` still tells what it held.
 
         Raises:
             InvalidValueError: it is freed already, or in an open step.
@@ -109,7 +109,6 @@ class Sequence:
         for table in self._tables.values():
             table.shorten(0)
         self._tables = {}
-        self._tokens = array("q")
         self.pool.forget(self)
 
     def table(self, kind: str) -> BlockTable:

@@ -8,6 +8,7 @@ from typing import Any, Self
 from kvcache.checks import check_int
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.storage.codecs import StorageLike, check_storage
+from kvcache.storage.model_config import decoder_config, layer_sizes
 
 KINDS = ("full", "sliding")
 
@@ -102,14 +103,15 @@ class CacheSpec:
     def from_config(cls, config: Any) -> Self:
         """Return what a transformers model with this configuration keeps, if all its layers are full or sliding.
 
-        Grouped, multi-query and plain attention, hybrid models, keys and values of different size. A configuration
-        of several models (vision and text, encoder and decoder) stands for its text decoder.
+        Plain, grouped and multi-query attention, hybrid models, layers of different sizes. A configuration of several
+        models (vision and text, encoder and decoder) stands for its text decoder.
 
         Raises:
             InvalidTypeError: `config` is no configuration of transformers.
-            InvalidValueError: a layer is of another kind, which is named, or sizes are not told.
+            InvalidValueError: a layer is of another kind or keeps something else than keys and values of each head, or
+                sizes are not told, or sliding layers have different windows.
         """
-        raise NotImplementedError
+        return cls(tuple(LayerSpec(*sizes) for sizes in layer_sizes(decoder_config(config))))
 
     @cached_property
     def kinds(self) -> dict[str, tuple[int, ...]]:

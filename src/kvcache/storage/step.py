@@ -5,6 +5,7 @@ they were and tables know the way back: a step that is left by an exception neve
 """
 
 from functools import cached_property
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 
@@ -16,7 +17,7 @@ from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.storage.reservation import Reservation
 from kvcache.storage.sequence import Sequence
 from kvcache.storage.specs import LayerSpec
-from kvcache.storage.tokens import TokenIds, check_token_ids
+from kvcache.storage.tokens import TokenIds, check_tokens
 
 if TYPE_CHECKING:
     from kvcache.storage.pool import BlockPool
@@ -39,10 +40,10 @@ class Step:
         num_tokens: how many new tokens each of them has.
     """
 
-    def __init__(self, pool: "BlockPool", sequences: list[Sequence], tokens: list[TokenIds]) -> None:
+    def __init__(self, pool: "BlockPool", sequences: list[Sequence], tokens: list[TokenIds] | torch.Tensor) -> None:
         self.pool = pool
         self.sequences = _check_sequences(pool, sequences)
-        self._ids = _check_tokens(tokens, len(self.sequences))
+        self._ids = check_tokens(tokens, len(self.sequences))
         self.num_tokens = [len(ids) for ids in self._ids]
         self._lengths = [sequence.seq_len for sequence in self.sequences]
         self._reservations: dict[str, Reservation] = {}
@@ -69,13 +70,17 @@ class Step:
         return self._reservations
 
     @cached_property
+    def tokens(self) -> torch.Tensor:
+        """The ids of the new tokens, int64 (1, N): what the model's embedding takes."""
+        return torch.tensor([list(chain.from_iterable(self._ids))], device=self.pool.device)
+
+    @cached_property
     def positions(self) -> torch.Tensor:
         """The position of each new token in its sequence, int64 (1, N): for rotary or learned embeddings."""
-        parts = [
-            torch.arange(length, length + count, device=self.pool.device)
-            for length, count in zip(self._lengths, self.num_tokens, strict=True)
-        ]
-        return torch.cat(parts)[None]
+        counts, lengths = torch.tensor([self.num_tokens, self._lengths], device=self.pool.device)
+        shifts = lengths - (self.last + 1 - counts)
+        positions: torch.Tensor = shifts.repeat_interleave(counts)
+        return (positions + torch.arange(len(positions), device=self.pool.device)).unsqueeze(0)
 
     @cached_property
     def last(self) -> torch.Tensor:
@@ -220,9 +225,9 @@ class Step:
             return
         try:
             self.commit()
-        except InvalidValueError:
-            self.abort()
-            raise
+        finally:
+            if self.is_open:
+                self.abort()
 
     def _reserve(self) -> None:
         pool = self.pool
@@ -337,11 +342,3 @@ def _check_sequences(pool: "BlockPool", sequences: Any) -> list[Sequence]:
             raise InvalidValueError(f"sequences[{index}] is in the step twice; expected each sequence once")
         seen.add(sequence)
     return list(sequences)
-
-
-def _check_tokens(tokens: Any, num_sequences: int) -> list[Any]:
-    if not isinstance(tokens, (list, tuple)):
-        raise InvalidTypeError(f"tokens is a {type(tokens).__name__}; expected a list of token ids a sequence")
-    if len(tokens) != num_sequences:
-        raise InvalidValueError(f"tokens has {len(tokens)} entries; expected one for each of {num_sequences} sequences")
-    return [check_token_ids(f"tokens[{index}]", ids) for index, ids in enumerate(tokens)]

@@ -1,6 +1,6 @@
 """Which blocks hold the rows of one sequence in the layers of one kind: pure bookkeeping, without a tensor.
 
-    position    0 .. 3      4 .. 7      8 .. 11     12 .. 15    16 .. 19      block_size 4, window 6, sinks 2, 17 tokens
+    position    0 .. 3      4 .. 7      8 .. 11     12 .. 15    16 .. 19      block_size 4, window 6, sinks 2, 18 tokens
     block       5           (dropped)   (dropped)   2           7
     slot        0 .. 3                              4 .. 7      8 .. 11
 

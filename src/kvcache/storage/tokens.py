@@ -13,6 +13,18 @@ from kvcache.errors import InvalidTypeError, InvalidValueError
 TokenIds = Iterable[int] | torch.Tensor
 
 
+def check_tokens(tokens: Any, num_sequences: int) -> "list[array[int]]":
+    """Return the new ids of each sequence, given as a list with an entry for each, or as one integer tensor (B, T)."""
+    if isinstance(tokens, torch.Tensor):
+        check_shape("tokens", tuple(tokens.shape), (num_sequences, None), "(B, T)")
+        tokens = list(tokens)
+    if not isinstance(tokens, (list, tuple)):
+        raise InvalidTypeError(f"tokens is a {type(tokens).__name__}; expected a list of token ids for each sequence")
+    if len(tokens) != num_sequences:
+        raise InvalidValueError(f"tokens has {len(tokens)} entries; expected one for each of {num_sequences} sequences")
+    return [check_token_ids(f"tokens[{index}]", ids) for index, ids in enumerate(tokens)]
+
+
 def check_token_ids(name: str, ids: Any) -> "array[int]":
     """Return a list, range or 1-D integer tensor (or array) of at least one id as int64."""
     if isinstance(ids, torch.Tensor):

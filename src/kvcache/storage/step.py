@@ -7,13 +7,14 @@ they were and tables know the way back: a step that is left by an exception neve
 from functools import cached_property
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 
 from kvcache.attention import attend
 from kvcache.checks import check_int, check_tensor
 from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.storage.packing import PackedTokens
 from kvcache.storage.reservation import Reservation
 from kvcache.storage.sequence import Sequence
 from kvcache.storage.specs import LayerSpec
@@ -21,13 +22,6 @@ from kvcache.storage.tokens import TokenIds, check_tokens
 
 if TYPE_CHECKING:
     from kvcache.storage.pool import BlockPool
-
-
-class Group(NamedTuple):
-    """The sequences of a step with equally many new tokens: attention takes them in one call."""
-
-    sequences: list[int]  # their places among the step's sequences
-    tokens: torch.Tensor  # (B, T), the places of their tokens among the step's
 
 
 class Step:
@@ -45,11 +39,14 @@ class Step:
         self.sequences = _check_sequences(pool, sequences)
         self._ids = check_tokens(tokens, len(self.sequences))
         self.num_tokens = [len(ids) for ids in self._ids]
-        self._lengths = [sequence.seq_len for sequence in self.sequences]
+        self._packing = PackedTokens(
+            [sequence.seq_len for sequence in self.sequences],
+            self.num_tokens,
+            {kind: [sequence.table(kind) for sequence in self.sequences] for kind in pool.spec.kinds},
+            pool.device,
+        )
         self._reservations: dict[str, Reservation] = {}
         self._appended: set[int] = set()
-        self._block_tables: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._slots: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         try:
             self._reserve()
         except BaseException:
@@ -74,18 +71,15 @@ class Step:
         """The ids of the new tokens, int64 (1, N): what the model's embedding takes."""
         return torch.tensor([list(chain.from_iterable(self._ids))], device=self.pool.device)
 
-    @cached_property
+    @property
     def positions(self) -> torch.Tensor:
         """The position of each new token in its sequence, int64 (1, N): for rotary or learned embeddings."""
-        counts, lengths = torch.tensor([self.num_tokens, self._lengths], device=self.pool.device)
-        shifts = lengths - (self.last + 1 - counts)
-        positions: torch.Tensor = shifts.repeat_interleave(counts)
-        return (positions + torch.arange(len(positions), device=self.pool.device)).unsqueeze(0)
+        return self._packing.positions
 
-    @cached_property
+    @property
     def last(self) -> torch.Tensor:
         """The place of each sequence's last new token among all N, int64 (B,): where its next token's logits are."""
-        return torch.tensor(self.num_tokens, device=self.pool.device).cumsum(0) - 1
+        return self._packing.last
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store one layer's keys and values of all new tokens; `attend` then sees them.
@@ -103,11 +97,11 @@ class Step:
         if layer in self._appended:
             raise InvalidValueError(f"layer {layer} is appended already; expected each layer once in a step")
         k_dim, v_dim = spec.head_dims
-        shape = (1, spec.num_heads, sum(self.num_tokens))
+        shape = (1, spec.num_heads, len(self._packing))
         check_tensor("k", k, (*shape, k_dim), "(1, Hkv, N, D)", self.pool.device)
         check_tensor("v", v, (*shape, v_dim), "(1, Hkv, N, Dv)", self.pool.device)
         store = self.pool.stores[layer]
-        blocks, rows = self._slots_of(spec.kind)
+        blocks, rows = self._packing.targets(spec.kind)
         for target, source in zip((store.k, store.v), store.encode(k, v), strict=True):
             target[blocks, :, rows] = source[0].transpose(0, 1)
         self._appended.add(layer)
@@ -165,7 +159,7 @@ class Step:
         spec = self._check_layer(layer)
         if layer not in self._appended:
             raise InvalidValueError(f"layer {layer} is not appended yet; append its keys and values first")
-        check_tensor("q", q, (1, None, sum(self.num_tokens), spec.head_dim), "(1, H, N, D)", self.pool.device)
+        check_tensor("q", q, (1, None, len(self._packing), spec.head_dim), "(1, H, N, D)", self.pool.device)
         store = self.pool.stores[layer]
         results = [
             attend(
@@ -180,9 +174,11 @@ class Step:
                 sink_logits=sink_logits,
                 return_lse=True,
             )
-            for group, (block_table, lengths) in zip(self._groups, self._block_tables_of(spec.kind), strict=True)
+            for group, (block_table, lengths) in zip(
+                self._packing.groups, self._packing.sources(spec.kind), strict=True
+            )
         ]
-        output, lse = (self._packed(parts) for parts in zip(*results, strict=True))
+        output, lse = (self._packing.packed(parts) for parts in zip(*results, strict=True))
         return (output, lse) if return_lse else output
 
     def commit(self, keep: list[int] | None = None) -> None:
@@ -232,8 +228,8 @@ class Step:
     def _reserve(self) -> None:
         pool = self.pool
         for kind in pool.spec.kinds:
-            tables = [sequence.table(kind) for sequence in self.sequences]
-            self._reservations[kind] = Reservation(kind, zip(tables, self._lengths, self.num_tokens, strict=True))
+            requests = zip(self._packing.tables[kind], self._packing.lengths, self.num_tokens, strict=True)
+            self._reservations[kind] = Reservation(kind, requests)
         for kind, reservation in self._reservations.items():
             if reservation.copies:
                 sources, targets = zip(*reservation.copies, strict=True)
@@ -248,61 +244,6 @@ class Step:
         self.pool.open_steps.remove(self)
         for sequence in self.sequences:
             sequence.open_step = None
-
-    @cached_property
-    def _groups(self) -> list[Group]:
-        """The step's sequences by their number of new tokens."""
-        ends = self.last.tolist()
-        members: dict[int, list[int]] = {}
-        for place, count in enumerate(self.num_tokens):
-            members.setdefault(count, []).append(place)
-        return [
-            Group(
-                places,
-                torch.tensor([[ends[place] + 1 - count + t for t in range(count)] for place in places]).to(
-                    self.pool.device
-                ),
-            )
-            for count, places in members.items()
-        ]
-
-    @cached_property
-    def _order(self) -> torch.Tensor:
-        """Where each of the N tokens is among the groups' tokens, (N,)."""
-        return torch.cat([group.tokens.flatten() for group in self._groups]).argsort()
-
-    def _packed(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return results (B, H, T, ...) of the groups in the order of the step's tokens, (1, H, N, ...)."""
-        return torch.cat([part.transpose(0, 1).flatten(1, 2) for part in parts], dim=1)[:, self._order][None]
-
-    def _slots_of(self, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block and the row in it of each new token in the layers of one kind, (N,) each."""
-        if kind not in self._slots:
-            places = [
-                place
-                for sequence, length, count in zip(self.sequences, self._lengths, self.num_tokens, strict=True)
-                for place in sequence.table(kind).places(length, length + count)
-            ]
-            blocks, rows = torch.tensor(places, device=self.pool.device).unbind(1)
-            self._slots[kind] = blocks, rows
-        return self._slots[kind]
-
-    def _block_tables_of(self, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each group's block table (B, M), padded with -1, and its numbers of slots (B,)."""
-        if kind not in self._block_tables:
-            self._block_tables[kind] = [self._stacked(kind, group.sequences) for group in self._groups]
-        return self._block_tables[kind]
-
-    def _stacked(self, kind: str, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        tables = [self.sequences[place].table(kind) for place in places]
-        stacked = torch.full((len(tables), max(len(table.blocks) for table in tables)), -1)
-        for row, table in zip(stacked, tables, strict=True):
-            row[: len(table.blocks)] = torch.frombuffer(table.blocks, dtype=torch.int64)
-        lengths = [
-            table.slot(self._lengths[place] + self.num_tokens[place])
-            for place, table in zip(places, tables, strict=True)
-        ]
-        return stacked.to(self.pool.device), torch.tensor(lengths, device=self.pool.device)
 
     def _check_open(self) -> None:
         if not self.is_open:

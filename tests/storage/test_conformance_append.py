@@ -1,33 +1,49 @@
 """Appending to any cache: what is stored, what is refused, and what it costs."""
 
+from functools import cache as remembered
+
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from kvcache import CacheFullError, InvalidTypeError, InvalidValueError
 from tests.allocations import CountAllocations
 from tests.oracle import assert_close, attend_rows, visible_positions
+from tests.storage.caches import ENCODED_STORAGES, STORED_KINDS, random_tokens
 from tests.storage.histories import (
     NAN,
     check_attends_like_the_history,
     content,
+    decoded,
+    encoded_one_by_one,
     every_kind,
+    every_plain_kind,
     filled,
     random_queries,
-    random_tokens,
     rule_of,
 )
 
 
+@remembered
+def history(kind):
+    """Return the queries, keys and values of 40 tokens, and what the queries' attention gives."""
+    q, (k, v) = random_queries(40), kind.tokens(40)
+    return q, k, v, attend_rows(q, k, v, **rule_of(kind))[0]
+
+
+def seen_by(kind, start, end):
+    """Return the positions that any query of the tokens [start, end) sees."""
+    return sorted({p for t in range(start, end) for p in visible_positions(t, **rule_of(kind))})
+
+
 @every_kind
 @given(chunks=st.lists(st.integers(0, 9), max_size=8))
-@settings(max_examples=40)
+@example(chunks=[9, 1, 0, 1, 7, 9, 5, 1])
+@settings(max_examples=5)
 def test_chunks_of_every_size_equal_one_run(kind, chunks):  # cases B3, C5, E2, E3, E5
-    total = min(sum(chunks), kind.capacity or 40)
-    k, v = random_tokens(total)
-    q = random_queries(total)
-    expected, _ = attend_rows(q, k, v, **rule_of(kind))
+    q, k, v, expected = history(kind)
+    total = min(sum(chunks), 40)
     updated, appended, end = kind(), kind(), 0
     for size in chunks:
         start, end = end, min(end + size, total)
@@ -35,8 +51,8 @@ def test_chunks_of_every_size_equal_one_run(kind, chunks):  # cases B3, C5, E2, 
         seen_k, seen_v = updated.update(*new)
         assert appended.append(*new) is None
         assert updated.seq_len == updated.get_seq_len() == appended.seq_len == end
-        visible = sorted({p for t in range(start, end) for p in visible_positions(t, **rule_of(kind))})
         if end > start:
+            visible = seen_by(kind, start, end)
             assert torch.equal(seen_k, k[:, :, visible])
             assert torch.equal(seen_v, v[:, :, visible])
             for cache in (updated, appended):
@@ -45,16 +61,61 @@ def test_chunks_of_every_size_equal_one_run(kind, chunks):  # cases B3, C5, E2, 
 
 
 @every_kind
+def test_chunks_store_the_bits_that_one_run_stores(kind):
+    sizes = {"head_dim": 40, "v_head_dim": 33}  # groups of 32 and 8 channels, and of 32 and 1
+    k, v = random_tokens(23, **sizes)
+    one_shot = kind(**sizes)
+    one_shot.append(k, v)
+    for size in (1, 2, 5, 22):
+        cache = kind(**sizes)
+        for start in range(0, 23, size):
+            cache.append(k[:, :, start : start + size], v[:, :, start : start + size])
+        assert content(cache) == content(one_shot)
+
+
+@every_kind
+def test_each_row_is_stored_as_if_it_were_alone(kind):
+    sizes = {"head_dim": 40, "v_head_dim": 33}
+    k, v = random_tokens(5, **sizes)
+    for rows in (k, v):  # neighbours in the batch, the heads, the step and the group are much larger or smaller
+        for neighbours in (rows[1:], rows[:, 1:], rows[:, :, 1::2], rows[..., 32:]):
+            neighbours *= 30
+    cache = kind(**sizes)
+    seen = cache.update(k, v)
+    kept = encoded_one_by_one(cache.storage, k, v)
+    stored = [*range(min(kind.sinks, 5)), *range(5 - cache.stored_len + min(kind.sinks, 5), 5)]
+    for rows, expected in zip(cache.stored_rows(), kept, strict=True):
+        assert rows.dtype == expected.dtype
+        assert torch.equal(rows, expected[:, :, stored])
+    for rows, expected in zip(seen, decoded(cache.storage, *kept, **sizes), strict=True):
+        assert torch.equal(rows, expected[:, :, seen_by(kind, 0, 5)])
+
+
+@every_kind
+def test_storing_what_came_out_again_stores_the_same_bits(kind):
+    sizes = {"head_dim": 40, "v_head_dim": 33}
+    cache, again = kind(**sizes), kind(**sizes)
+    cache.append(*random_tokens(1, **sizes))
+    again.append(*cache.decoded_rows())
+    assert content(again) == content(cache)
+
+
+def poison(buffer):
+    """Fill a cache's buffer with what reads as NaN, however it keeps rows."""
+    buffer.fill_(255 if buffer.dtype == torch.uint8 else NAN)
+
+
+@every_kind
 def test_slots_never_written_are_never_read(kind):  # case B7
     cache = kind()
-    cache.k_cache.fill_(NAN)
-    cache.v_cache.fill_(NAN)
-    k, v = random_tokens(6)
+    poison(cache.k_cache)
+    poison(cache.v_cache)
+    k, v = kind.tokens(6)
     cache.update(k, v)
     check_attends_like_the_history(cache, kind, k, v, queries=6)
     cache.rollback(1)
     k, v = k[:, :, :5], v[:, :, :5]
-    new_k, new_v = random_tokens(1, seed=1)
+    new_k, new_v = kind.tokens(1, seed=1)
     cache.append(new_k, new_v)
     check_attends_like_the_history(cache, kind, torch.cat([k, new_k], 2), torch.cat([v, new_v], 2))
 
@@ -106,7 +167,7 @@ def test_no_tokens_change_nothing(kind, method):  # case K1
     assert fresh.attend(random_queries(0)).shape == (2, 4, 0, 4)
 
 
-@every_kind
+@every_plain_kind
 @pytest.mark.parametrize("autocast", [False, True])
 def test_what_is_stored_is_cast_by_value(kind, autocast):  # case C9
     cache, appended = kind(dtype=torch.bfloat16), kind(dtype=torch.bfloat16)
@@ -126,24 +187,27 @@ def test_what_is_stored_is_cast_by_value(kind, autocast):  # case C9
 
 
 @every_kind
-def test_storage_may_be_narrower_than_what_comes_out(kind):
-    cache = kind(dtype=torch.float32, storage="bfloat16")
-    k, v = random_tokens(2)
-    seen_k, seen_v = cache.update(k, v)
-    visible = sorted({p for t in range(2) for p in visible_positions(t, **rule_of(kind))})
-    assert seen_k.dtype == seen_v.dtype == cache.dtype == torch.float32
-    assert torch.equal(seen_k, k.bfloat16().float()[:, :, visible])
-    assert torch.equal(seen_v, v.bfloat16().float()[:, :, visible])
-    assert cache.k_cache.dtype == torch.bfloat16
-    assert (cache.storage, cache.nbytes) == ("bfloat16", kind(dtype=torch.bfloat16).nbytes)
-    q = random_queries(1).float()
-    assert_close(cache.attend(q), attend_rows(q, k.bfloat16(), v.bfloat16(), **rule_of(kind))[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_comes_out_has_the_dtype_asked_for_whatever_is_stored(kind, dtype):
+    cache = kind(dtype=dtype)
+    k, v = random_tokens(3)
+    seen = cache.update(k, v)
+    kept = decoded(cache.storage, *encoded_one_by_one(cache.storage, k, v))
+    for rows, expected in zip(seen, kept, strict=True):
+        assert rows.dtype == cache.dtype == dtype
+        assert torch.equal(rows, expected[:, :, seen_by(kind, 0, 3)].to(dtype))
+    assert cache.storage == kind.storage or str(dtype) == f"torch.{cache.storage}"
+    q = random_queries(1).to(dtype)
+    output = cache.attend(q)
+    assert output.dtype == dtype
+    assert_close(output, attend_rows(q, *kept, **rule_of(kind))[0])
 
 
 @every_kind
 def test_inputs_of_any_layout_are_stored_by_value(kind):  # case B12
-    k, v = random_tokens(5)
-    plain, strided, expanded = kind(), kind(), kind()
+    sizes = {"head_dim": 40, "v_head_dim": 33}
+    k, v = random_tokens(5, **sizes)
+    plain, strided, expanded = kind(**sizes), kind(**sizes), kind(**sizes)
     plain.update(k, v)
     wide = torch.stack([k, torch.full_like(k, NAN)], dim=-1)
     strided.update(wide[..., 0], v.transpose(1, 2).contiguous().transpose(1, 2))
@@ -174,22 +238,34 @@ def test_bytes_are_known_and_constant(kind):
     assert buffers == (cache.k_cache.data_ptr(), cache.v_cache.data_ptr())
 
 
+BYTES_OF_A_ROW = {  # of 40 channels, of 33
+    None: (320, 264),
+    "float32": (160, 132),
+    "bfloat16": (80, 66),
+    "float16": (80, 66),
+    "int8": (8 + 40, 8 + 33),  # two groups of 4 bytes, then the codes
+    "int4": (8 + 20, 8 + 17),
+    "int8/int4": (8 + 40, 8 + 17),
+}
+
+
 @every_kind
 @pytest.mark.parametrize("length", [0, 3, 20])
 def test_bytes_of_a_token_and_of_what_is_stored(kind, length):
-    cache, _, _ = filled(kind, length, v_head_dim=3, storage="float16")
-    assert cache.token_nbytes == 2 * 2 * (4 + 3) * 2
-    assert cache.stored_nbytes == cache.stored_len * cache.token_nbytes
-    assert cache.nbytes == cache.k_cache.shape[2] * cache.token_nbytes
+    cache, _, _ = filled(kind, length, head_dim=40, v_head_dim=33)
+    expected = 2 * 2 * sum(BYTES_OF_A_ROW[kind.storage])
+    assert cache.token_nbytes == expected
+    assert cache.stored_nbytes == cache.stored_len * expected
+    assert cache.nbytes == cache.k_cache.shape[2] * expected
+    assert cache.nbytes == cache.k_cache.untyped_storage().nbytes() + cache.v_cache.untyped_storage().nbytes()
     cache.repeat(3)
-    assert cache.token_nbytes == 6 * 2 * (4 + 3) * 2
+    assert cache.token_nbytes == 3 * expected
     assert type(cache.token_nbytes) is type(cache.stored_nbytes) is int
 
 
-@every_kind
-@pytest.mark.parametrize("storage", [None, "bfloat16"])
-def test_appending_a_token_makes_at_most_its_own_rows(kind, storage):  # case C12
-    cache, _, _ = filled(kind, 30, storage=storage)
+@pytest.mark.parametrize("kind", [kind for kind in STORED_KINDS if kind.storage not in ENCODED_STORAGES], ids=str)
+def test_appending_a_token_makes_at_most_its_own_rows(kind):  # case C12
+    cache, _, _ = filled(kind, 30)
     k, v = random_tokens(1)
     with CountAllocations() as count:
         for _ in range(3):

@@ -4,57 +4,72 @@ import pytest
 import torch
 
 from kvcache import InvalidTypeError, InvalidValueError
-from tests.storage.caches import COPIES
-from tests.storage.histories import check_attends_like_the_history, content, every_kind, filled, random_tokens
+from tests.oracle import attend_rows
+from tests.storage.caches import COPIES, random_tokens
+from tests.storage.histories import (
+    check_attends,
+    check_attends_like_the_history,
+    content,
+    encoded_one_by_one,
+    every_kind,
+    filled,
+    random_queries,
+    rule_of,
+)
 
 
 @every_kind
-@pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("length", [0, 3, 11])
-def test_copies_are_equal_and_independent(kind, way, length):  # case C14
-    cache, k, v = filled(kind, length, storage="float32") if way == "state" else filled(kind, length)
-    k, v = k.to(cache.k_cache.dtype), v.to(cache.k_cache.dtype)
-    other = COPIES[way](cache)
-    assert type(other) is type(cache)
-    assert repr(other) == repr(cache)
-    assert content(other) == content(cache)
-    assert other.nbytes == cache.nbytes
-    branches = [random_tokens(2, seed=seed, dtype=k.dtype) for seed in (1, 2)]
-    for branch, (new_k, new_v) in zip((cache, other), branches, strict=True):
-        branch.update(new_k, new_v)
-    for branch, (new_k, new_v) in zip((cache, other), branches, strict=True):
-        check_attends_like_the_history(branch, kind, torch.cat([k, new_k], 2), torch.cat([v, new_v], 2), queries=2)
+def test_copies_are_equal_and_independent(kind, length):  # case C14
+    cache, k, v = filled(kind, length)
+    before = content(cache)
+    copies = {way: copied(cache) for way, copied in COPIES.items()}
+    for way, other in copies.items():
+        assert type(other) is type(cache), way
+        assert repr(other) == repr(cache), way
+        assert content(other) == before, way
+        assert other.nbytes == cache.nbytes, way
+    new, own = kind.tokens(2, seed=1), kind.tokens(2, seed=2)
+    for other in copies.values():
+        other.update(*new)
+    assert content(cache) == before
+    cache.update(*own)
+    q = random_queries(2)
+    for branches, tokens in ((copies.values(), new), ([cache], own)):
+        history = (torch.cat(parts, dim=2) for parts in zip((k, v), tokens, strict=True))
+        expected = attend_rows(q, *history, **rule_of(kind))
+        for branch in branches:
+            check_attends(branch, q, *expected)
 
 
 @every_kind
 @pytest.mark.parametrize("length", [0, 3, 11])
 def test_stored_rows_are_in_order_of_position_as_they_are_kept(kind, length):
-    cache, k, v = filled(kind, length, v_head_dim=3, storage="float32")
+    cache, k, v = filled(kind, length, v_head_dim=3)
     cache.append(*random_tokens(1, v_head_dim=3, seed=1))
     cache.rollback(1)
     sinks = min(kind.sinks, length)
     newest = cache.stored_len - sinks
     positions = [*range(sinks), *range(length - newest, length)]
-    stored_k, stored_v = cache.stored_rows()
-    assert torch.equal(stored_k, k.float()[:, :, positions])
-    assert torch.equal(stored_v, v.float()[:, :, positions])
-    assert stored_k.dtype == stored_v.dtype == torch.float32
-    assert stored_k.shape == (2, 2, cache.stored_len, 4)
-    assert stored_v.shape == (2, 2, cache.stored_len, 3)
+    kept = encoded_one_by_one(cache.storage, k[:, :, positions], v[:, :, positions])
+    for rows, buffer, expected in zip(cache.stored_rows(), (cache.k_cache, cache.v_cache), kept, strict=True):
+        assert rows.dtype == buffer.dtype
+        assert torch.equal(rows, expected)
+    for rows, expected in zip(cache.decoded_rows(), (k, v), strict=True):
+        assert torch.equal(rows, expected[:, :, positions])
 
 
 @every_kind
 @pytest.mark.parametrize("length", [0, 3, 20])
 def test_resized_caches_are_independent_and_hold_the_same(kind, length):
-    cache, k, v = filled(kind, length, storage="float32")
-    k, v = k.float(), v.float()
+    cache, k, v = filled(kind, length)
     before = content(cache)
     size = "max_seq_len" if kind.capacity else "slack"
     larger = cache.resized(**{size: getattr(cache, size) + 9})
     assert type(larger) is type(cache)
     assert content(larger) == {**before, size: before[size] + 9}
     assert larger.k_cache.shape[2] == cache.k_cache.shape[2] + 9
-    new_k, new_v = random_tokens(2, seed=1, dtype=torch.float32)
+    new_k, new_v = kind.tokens(2, seed=1)
     larger.append(new_k, new_v)
     assert content(cache) == before
     check_attends_like_the_history(larger, kind, torch.cat([k, new_k], 2), torch.cat([v, new_v], 2), queries=2)
@@ -105,14 +120,14 @@ def test_state_holds_the_stored_rows_and_plain_data(kind):
 def test_caches_made_in_inference_mode_work_outside_of_it(kind):
     with torch.inference_mode():
         cache = kind()
-        k, v = random_tokens(3)
+        k, v = kind.tokens(3)
         cache.update(k, v)
         cache.reorder([0, 1])
         other = cache.copy()
         other.repeat(2)
         other.select([0, 2])
     other.update(k, v)
-    new_k, new_v = random_tokens(2, seed=1)
+    new_k, new_v = kind.tokens(2, seed=1)
     cache.update(new_k, new_v)
     check_attends_like_the_history(cache, kind, torch.cat([k, new_k], 2), torch.cat([v, new_v], 2), queries=2)
     with torch.inference_mode():
@@ -127,3 +142,14 @@ def test_to_moves_in_place_and_returns_the_cache(kind):
         cache.to("nowhere")
     check_attends_like_the_history(cache, kind, k, v)
     assert cache.copy().to("meta").device.type == "meta"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+@every_kind
+def test_to_another_device_and_back_keeps_the_bits(kind):
+    cache = kind(head_dim=40, v_head_dim=33)
+    cache.append(*random_tokens(9, head_dim=40, v_head_dim=33))
+    before = content(cache)
+    assert cache.to("cuda").device.type == "cuda"
+    assert content(cache) == before
+    assert content(cache.to("cpu")) == before

@@ -4,6 +4,7 @@ import torch
 from kvcache import CacheFullError, InvalidTypeError, InvalidValueError, KVCache
 from tests.allocations import CountAllocations
 from tests.oracle import mean_trick
+from tests.storage.caches import ENCODED_STORAGES, FLOAT_STORAGES
 
 
 def ones(count, batch=1, heads=2, head_dim=4):
@@ -20,6 +21,31 @@ def test_attributes_are_as_given():
     assert (cache.seq_len, cache.get_seq_len(), cache.stored_len) == (0, 0, 0)
 
 
+def test_encoded_buffers_hold_bytes():
+    cache = KVCache(3, 2, 64, 16, torch.bfloat16, v_head_dim=33, storage="int8/int4")
+    assert (cache.storage, cache.dtype) == ("int8/int4", torch.bfloat16)
+    assert cache.k_cache.dtype == cache.v_cache.dtype == torch.uint8
+    assert cache.k_cache.shape == (3, 2, 16, 72)
+    assert cache.v_cache.shape == (3, 2, 16, 25)
+    assert cache.nbytes == 3 * 2 * 16 * (72 + 25)
+
+
+@pytest.mark.parametrize(
+    ("storage", "name"),
+    [
+        (None, "float32"),
+        ("int8", "int8"),
+        (torch.float16, "float16"),
+        (("int8", torch.bfloat16), "int8/bfloat16"),
+        (["int4", "int4"], "int4"),
+        ("float32/int4", "float32/int4"),
+    ],
+)
+def test_storage_is_told_by_name(storage, name):
+    cache = KVCache(1, 2, 4, 16, storage=storage)
+    assert cache.storage == cache.copy().storage == cache.meta_state["storage"] == name
+
+
 def test_repr_says_what_it_is():
     cache = KVCache(1, 2, 4, 16)
     cache.update(ones(3), ones(3))
@@ -28,6 +54,7 @@ def test_repr_says_what_it_is():
     )
     narrow = KVCache(1, 2, 4, 16, v_head_dim=8, storage="float16")
     assert "v_head_dim=8, max_seq_len=16, dtype=float32, storage=float16, " in repr(narrow)
+    assert "max_seq_len=16, dtype=float32, storage=int8/int4, " in repr(KVCache(1, 2, 4, 16, storage="int8/int4"))
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 4])
@@ -87,12 +114,13 @@ def test_big_chunks_append_to_a_filled_cache(method):  # case C5
     assert torch.equal(v, -tokens)
 
 
-def test_resized_fits_whatever_holds_the_stored_tokens():
-    cache = KVCache(1, 2, 4, 16, storage="float16", v_head_dim=3)
+@pytest.mark.parametrize("storage", ["float16", "int8/int4"])
+def test_resized_fits_whatever_holds_the_stored_tokens(storage):
+    cache = KVCache(1, 2, 4, 16, storage=storage, v_head_dim=3)
     cache.append(ones(5), ones(5, head_dim=3))
     for capacity in (5, 6, 40):
         other = cache.resized(max_seq_len=capacity)
-        assert (other.max_seq_len, other.seq_len, other.storage, other.v_head_dim) == (capacity, 5, "float16", 3)
+        assert (other.max_seq_len, other.seq_len, other.storage, other.v_head_dim) == (capacity, 5, storage, 3)
         assert all(torch.equal(*rows) for rows in zip(other.stored_rows(), cache.stored_rows(), strict=True))
     with pytest.raises(InvalidValueError, match=r"has 5 rows after 5 tokens; expected .* max_seq_len >= 5, which is 4"):
         cache.resized(max_seq_len=4)
@@ -105,6 +133,21 @@ def test_update_returns_views_of_the_buffers():
     assert k.shape == v.shape == (1, 2, 3, 4)
     assert k.data_ptr() == cache.k_cache.data_ptr()
     assert v.data_ptr() == cache.v_cache.data_ptr()
+
+
+@pytest.mark.parametrize("storage", ["float16", "bfloat16", *ENCODED_STORAGES])
+def test_update_returns_copies_of_rows_that_are_kept_in_another_form(storage):
+    cache = KVCache(1, 2, 4, 16, storage=storage)
+    k, v = cache.update(ones(3), 2 * ones(3))
+    assert (k == 1).all()
+    assert (v == 2).all()
+    k.fill_(7)
+    v.fill_(7)
+    k, v = cache.update(ones(1), 2 * ones(1))
+    assert k.dtype == v.dtype == torch.float32
+    assert k.shape == v.shape == (1, 2, 4, 4)
+    assert (k == 1).all()
+    assert (v == 2).all()
 
 
 @pytest.mark.parametrize("method", ["update", "append"])
@@ -125,6 +168,20 @@ def test_append_makes_no_copy_in_the_dtype_that_comes_out(storage):  # case C12
     with CountAllocations() as count:
         cache.append(ones(1), ones(1))
     assert count.allocated <= 2 * ones(1).nbytes + cache.token_nbytes
+
+
+@pytest.mark.parametrize("storage", [*FLOAT_STORAGES, *ENCODED_STORAGES])
+def test_an_append_costs_the_same_however_much_is_stored(storage):  # case C12
+    allocated, copied = set(), set()
+    for length in (64, 4000):
+        cache = KVCache(1, 2, 40, length + 1, storage=storage)
+        cache.append(ones(length, head_dim=40), ones(length, head_dim=40))
+        k, v = ones(1, head_dim=40), ones(1, head_dim=40)
+        with CountAllocations() as count:
+            cache.append(k, v)
+        allocated.add(count.allocated)
+        copied.add(count.copied)
+    assert len(allocated) == len(copied) == 1
 
 
 def test_a_decode_step_copies_nothing_of_what_is_stored():  # case C12

@@ -13,8 +13,8 @@ from kvcache.errors import InvalidTypeError, InvalidValueError, RollbackError
 from kvcache.hf.guard import Guard, guard_model
 from kvcache.hf.layers import FullLayer, StoredLayer, WindowLayer
 from kvcache.hf.tokens import TokenRecord
-from kvcache.storage.model_config import layer_windows
 from kvcache.storage.codecs import Storage, StorageLike, check_storage
+from kvcache.storage.model_config import layer_windows
 
 
 class ModelCache(Cache):

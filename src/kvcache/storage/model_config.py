@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcache.errors import InvalidTypeError, InvalidValueError
 
-# What a configuration has when layers keep something else than one key and one value a token and head.
+# What configurations have whose layers keep something else than a key and a value for each token and head.
 _OTHERWISE = {
     "kv_lora_rank": "layers keep one latent for all heads (MLA)",
     "cross_attention_layers": "these layers keep an image",
@@ -16,7 +16,7 @@ _OTHERWISE = {
     "attn_layers": "layers keep hash buckets",
     "skip": "layers without these parts may keep nothing",
 }
-# Where the first of a pair is there and differs, the rules see the encoder's layers instead of the decoder's.
+# Where the first is there and differs from the second, the rules take the encoder's for the decoder's.
 _DECODER_AND_ENCODER = (
     ("decoder_layers", "num_hidden_layers"),
     ("num_decoder_layers", "num_hidden_layers"),
@@ -51,15 +51,14 @@ def layer_windows(decoder: Any) -> list[int | None]:
         kinds = [_implied_kind(layer) for layer in layers]
     sharing = getattr(decoder, "kv_sharing_modes", None) or [None] * len(layers)
     if not len(kinds) == len(sharing) == len(layers):
-        raise InvalidValueError(f"layer_types has {len(kinds)} entries; expected num_hidden_layers = {len(layers)}")
+        raise InvalidValueError(f"layer_types has {len(kinds)} entries; expected num_hidden_layers={len(layers)}")
     windows = []
     for index, (kind, shares, layer) in enumerate(zip(kinds, sharing, layers, strict=True)):
-        shared = shares not in (None, "store")
-        if shared or kind not in ("full_attention", "sliding_attention"):
+        whose = "" if shares in (None, "store") else " with the rows of another layer"
+        if whose or kind not in ("full_attention", "sliding_attention"):
             raise InvalidValueError(
-                f"layer {index} of the model is of kind {kind!r}{' with the rows of another layer' * shared}; expected "
-                "full_attention or sliding_attention in every layer, with rows of its own; transformers' DynamicCache "
-                "takes others"
+                f"layer {index} of the model is of kind {kind!r}{whose}; expected full_attention or sliding_attention "
+                "in every layer, with rows of its own; transformers' own DynamicCache takes the others"
             )
         windows.append(_size(layer, "sliding_window") if kind == "sliding_attention" else None)
     return windows
@@ -81,7 +80,7 @@ def layer_sizes(decoder: Any) -> list[tuple[int, int, int, int | None]]:
         raise InvalidValueError(f"{type(decoder).__name__} has no use_cache; expected a model that can use a cache")
     for mine, other in _DECODER_AND_ENCODER:
         size = vars(decoder).get(mine)
-        if size not in (None, getattr(decoder, other)):
+        if size is not None and size != getattr(decoder, other):
             raise InvalidValueError(
                 f"{type(decoder).__name__} has {mine}={size} and {other}={getattr(decoder, other)}; expected the same"
             )
@@ -97,21 +96,21 @@ def _sizes_of(index: int, layer: Any, window: int | None) -> tuple[int, int, int
                 "every layer"
             )
     heads = _size(layer, "num_attention_heads")
-    if getattr(layer, "num_key_value_heads", None):
-        kv_heads = _size(layer, "num_key_value_heads")
-    else:  # Falcon; its new architecture repeats keys and values for all heads before it caches them
-        multi_query = getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False)
-        kv_heads = 1 if multi_query else heads
+    # Falcon; its new architecture repeats keys and values for all heads before it caches them
+    multi_query = getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False)
+    kv_heads = 1 if multi_query else _size_if_told(layer, "num_key_value_heads") or heads
     if window is not None:
         kv_heads *= _HEADS_FACTOR_OF_SLIDING.get(layer.model_type, 1)
-    has_head_dim = getattr(layer, "head_dim", None)
-    head_dim = _size(layer, "head_dim") if has_head_dim else _size(layer, "hidden_size") // heads
-    v_head_dim = _size(layer, "v_head_dim") if getattr(layer, "v_head_dim", None) else head_dim
-    return kv_heads, head_dim, v_head_dim, window
+    head_dim = _size_if_told(layer, "head_dim", "dim_head") or _size(layer, "hidden_size") // heads
+    return kv_heads, head_dim, _size_if_told(layer, "v_head_dim") or head_dim, window
+
+
+def _size_if_told(config: Any, *names: str) -> int | None:
+    return next((_size(config, name) for name in names if getattr(config, name, None)), None)
 
 
 def _size(config: Any, name: str) -> int:
     size = getattr(config, name, None)
     if not isinstance(size, int) or size < 1:
-        raise InvalidValueError(f"{type(config).__name__} has {name} = {size!r}; expected an integer >= 1")
+        raise InvalidValueError(f"{type(config).__name__} has {name}={size!r}; expected an integer >= 1")
     return size

@@ -67,7 +67,7 @@ class GroupCodec:
 
     A value x becomes `round((x - offset) / step)` with `step = (largest - smallest) / (2**bits - 1)`, so that the
     error is at most half a step, and a step is no finer than float16 numbers are at the offset. Values below -65504,
-    the smallest float16, are kept as that; a group with a NaN or inf is NaN.
+    the smallest float16, are kept as that (-inf too); a group with a NaN or +inf is NaN.
 
     Source: KIVI (arXiv:2402.02750), section 3.1, asymmetric round-to-nearest; groups along the channels of a token.
     """
@@ -88,14 +88,15 @@ class GroupCodec:
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows (..., D) of any floating dtype as bytes (..., width)."""
-        groups = _in_groups(rows.float().clamp(min=-_LARGEST_OFFSET))
+        groups = _in_groups(rows.float())
         smallest, largest = groups.amin(dim=-1), groups.amax(dim=-1)  # (..., G); aminmax starts threads for one row
-        offsets = smallest.clamp(max=_LARGEST_OFFSET).half() + 0  # 0 and not -0
+        offsets = smallest.clamp(-_LARGEST_OFFSET, _LARGEST_OFFSET).half() + 0  # 0 and not -0
         steps = _step_bits(torch.maximum((largest - offsets.float()) / self._top, _spacing(offsets)))
         offset, step = offsets.float()[..., None], _step_of(steps)[..., None]
         codes = ((groups - offset) / step).round_().clamp_(0, self._top).to(torch.uint8)
         codes = codes.flatten(-2)[..., : rows.shape[-1]]
-        return torch.cat([offsets.view(torch.uint8), steps.view(torch.uint8), self._pack(codes)], dim=-1)
+        parameters = torch.cat([offsets.view(torch.int16), steps], dim=-1).view(torch.uint8)
+        return torch.cat([parameters, self._pack(codes)], dim=-1)
 
     def decode(self, data: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """Return bytes (..., width) as numbers (..., head_dim) of `dtype`, computed in float32."""

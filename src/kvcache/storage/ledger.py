@@ -24,13 +24,9 @@ class BlockLedger:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self._free = list(reversed(range(num_blocks)))  # the next one last
         self._holders: dict[int, set[object]] = {}
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks."""
-        return len(self._free) + len(self._holders)
 
     @property
     def num_free(self) -> int:

@@ -76,6 +76,7 @@ def layer_sizes(decoder: Any) -> list[tuple[int, int, int, int | None]]:
     Raises:
         InvalidValueError: a layer keeps something else than keys and values of each head, or sizes are not told.
     """
+    windows = layer_windows(decoder)
     if not hasattr(decoder, "use_cache"):
         raise InvalidValueError(f"{type(decoder).__name__} has no use_cache; expected a model that can use a cache")
     for mine, other in _DECODER_AND_ENCODER:
@@ -84,7 +85,6 @@ def layer_sizes(decoder: Any) -> list[tuple[int, int, int, int | None]]:
             raise InvalidValueError(
                 f"{type(decoder).__name__} has {mine}={size} and {other}={getattr(decoder, other)}; expected the same"
             )
-    windows = layer_windows(decoder)
     return [_sizes_of(*each) for each in zip(range(len(windows)), decoder.per_layer_config, windows, strict=True)]
 
 

@@ -114,7 +114,9 @@ class BlockPool:
 
     def num_holders(self, block: int, kind: str = "full") -> int:
         """Return how many sequences hold a block of this kind (an open step counts for one that it copied from)."""
-        return self._ledgers[kind].num_holders(block)
+        if kind not in self._ledgers:
+            raise InvalidValueError(f"kind is {kind!r}; expected one of {list(self._ledgers)}")
+        return self._ledgers[kind].num_holders(check_int("block", block, minimum=0))
 
     def new_sequence(self) -> Sequence:
         """Return an empty sequence; it takes its first block in a step."""

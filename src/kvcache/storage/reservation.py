@@ -1,10 +1,10 @@
 """Blocks for the new tokens of several sequences, taken at once, with the way back: pure bookkeeping.
 
 A block that others hold too is not written: the table that grows into it takes a copy in its place (copy-on-write).
-Whoever grows last among the holders of a block has it for itself and needs none.
+Where all holders of a block grow at once, the longest keeps it: it writes behind the rows of all others, which are as
+they were if the others come back to the block.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -76,14 +76,23 @@ class Reservation:
 
 
 def _plan(requests: Iterable[tuple[BlockTable, int, int]]) -> Iterator[tuple[BlockTable, int, bool]]:
-    left: Counter[int] = Counter()  # tables before this one that will have left a shared block
+    requests = list(requests)
+    keepers = _keepers(requests)
     for table, length, num_tokens in requests:
         num_new = table.num_blocks_for(length + num_tokens) - table.num_blocks_for(length)
-        block = table.open_block(length) if num_tokens else None
-        copies = block is not None and table.ledger.num_holders(block) - left[block] > 1
-        if block is not None and copies:
-            left[block] += 1
-        yield table, num_new, copies
+        block = table.open_block(length)
+        yield table, num_new, block is not None and keepers.get(block) is not table
+
+
+def _keepers(requests: list[tuple[BlockTable, int, int]]) -> dict[int, BlockTable]:
+    """Return who may write each open block that is held by none but tables that grow: of several the longest."""
+    growing: dict[int, list[BlockTable]] = {}
+    for table, length, _ in sorted(requests, key=lambda request: request[1]):
+        if (block := table.open_block(length)) is not None:
+            growing.setdefault(block, []).append(table)
+    return {
+        block: tables[-1] for block, tables in growing.items() if tables[-1].ledger.num_holders(block) == len(tables)
+    }
 
 
 def _grow(table: BlockTable, num_new: int, copies: bool) -> Growth:

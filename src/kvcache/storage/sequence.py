@@ -65,7 +65,7 @@ class Sequence:
     def can_rollback(self, n: int) -> bool:
         """Whether the last `n` tokens can be dropped: there are that many, and windows hold what the rest needs.
 
-        For n <= 1 they always do, and again for an n that leaves no more than what lies in the sinks' blocks.
+        Right after a step they do for n <= 1; and always for an n that leaves no more than the sinks' blocks hold.
         """
         self.check_usable()
         length = self.seq_len - check_int("n", n, minimum=0)
@@ -128,12 +128,12 @@ class Sequence:
             for table in self._tables.values():
                 table.check(self.seq_len)
 
-    def check_usable(self) -> None:
+    def check_usable(self, name: str = "the sequence") -> None:
         """Check that the sequence is not freed and in no open step."""
         if self.is_freed:
-            raise InvalidValueError("the sequence was freed; make another with pool.new_sequence()")
+            raise InvalidValueError(f"{name} was freed; make another with pool.new_sequence()")
         if self.open_step is not None:
-            raise InvalidValueError("the sequence is in an open step; commit or abort that first")
+            raise InvalidValueError(f"{name} is in an open step; commit or abort that first")
 
     def __repr__(self) -> str:
         if self.is_freed:

@@ -93,7 +93,7 @@ class Step:
             InvalidValueError, InvalidTypeError: a shape, dtype or device does not fit, the layer is appended already,
                 or the step is over. Nothing has been stored.
         """
-        spec = self._check_layer(layer)
+        layer, spec = self._check_layer(layer)
         if layer in self._appended:
             raise InvalidValueError(f"layer {layer} is appended already; expected each layer once in a step")
         k_dim, v_dim = spec.head_dims
@@ -156,7 +156,7 @@ class Step:
             InvalidValueError, InvalidTypeError: a shape, dtype, device or value does not fit, the layer is not
                 appended yet, or the step is over.
         """
-        spec = self._check_layer(layer)
+        layer, spec = self._check_layer(layer)
         if layer not in self._appended:
             raise InvalidValueError(f"layer {layer} is not appended yet; append its keys and values first")
         check_tensor("q", q, (1, None, len(self._packing), spec.head_dim), "(1, H, N, D)", self.pool.device)
@@ -249,12 +249,13 @@ class Step:
         if not self.is_open:
             raise InvalidValueError("the step is over; start another with pool.step(...)")
 
-    def _check_layer(self, layer: int) -> LayerSpec:
+    def _check_layer(self, layer: int) -> tuple[int, LayerSpec]:
         self._check_open()
         layers = self.pool.spec.layers
-        if check_int("layer", layer, minimum=0) >= len(layers):
+        layer = check_int("layer", layer, minimum=0)
+        if layer >= len(layers):
             raise InvalidValueError(f"layer is {layer}; expected one of the {len(layers)} layers, counted from 0")
-        return layers[layer]
+        return layer, layers[layer]
 
     def _check_keep(self, keep: Any) -> list[int]:
         if keep is None:
@@ -278,7 +279,7 @@ def _check_sequences(pool: "BlockPool", sequences: Any) -> list[Sequence]:
             raise InvalidTypeError(f"sequences[{index}] is a {type(sequence).__name__}; expected a Sequence")
         if sequence.pool is not pool:
             raise InvalidValueError(f"sequences[{index}] belongs to another pool")
-        sequence.check_usable()
+        sequence.check_usable(f"sequences[{index}]")
         if sequence in seen:
             raise InvalidValueError(f"sequences[{index}] is in the step twice; expected each sequence once")
         seen.add(sequence)

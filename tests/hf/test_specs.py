@@ -160,6 +160,8 @@ def test_a_model_of_several_parts_stands_for_its_text_part():
 def test_layers_may_have_sizes_of_their_own():
     config = LlamaConfig(**GROUPED, per_layer_config={1: {"num_key_value_heads": 1, "head_dim": 6}})
     assert CacheSpec.from_config(config).layers == (LayerSpec(2, 12), LayerSpec(1, 6))
+    config = config_of("Step3p7Text", HYBRID | HEADS_OF_10 | {"num_sliding_attention_heads": 6})
+    assert CacheSpec.from_config(config).layers == (LayerSpec(2, 10, window=3), LayerSpec(2, 10))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.storage.histories import (
     decoded,
     encoded_one_by_one,
     every_kind,
+    every_kind_given_no_tokens,
     every_plain_kind,
     filled,
     random_queries,
@@ -37,7 +38,7 @@ def seen_by(kind, start, end):
     return sorted({p for t in range(start, end) for p in visible_positions(t, **rule_of(kind))})
 
 
-@every_kind
+@every_kind_given_no_tokens
 @given(chunks=st.lists(st.integers(0, 9), max_size=8))
 @example(chunks=[9, 1, 0, 1, 7, 9, 5, 1])
 @settings(max_examples=5)
@@ -151,7 +152,7 @@ def test_refused_tokens_change_nothing(kind, method):  # cases B14, C3
     check_attends_like_the_history(cache, kind, k, v)
 
 
-@every_kind
+@every_kind_given_no_tokens
 @pytest.mark.parametrize("method", ["update", "append"])
 def test_no_tokens_change_nothing(kind, method):  # case K1
     cache, k, v = filled(kind, 6)

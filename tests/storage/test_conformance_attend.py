@@ -13,6 +13,7 @@ from tests.storage.histories import (
     check_attends_like_the_history,
     content,
     every_kind,
+    every_kind_given_no_tokens,
     filled,
     random_queries,
     rule_of,
@@ -152,7 +153,7 @@ def test_gradients_flow_into_queries_and_not_into_the_past(kind):
     copy.deepcopy(cache)  # works after a prefill with gradients
 
 
-@every_kind
+@every_kind_given_no_tokens
 def test_append_and_attend_is_both_and_gives_the_new_tokens_gradients(kind):
     cache, k, v = filled(kind, 5)
     for count in (0, 1, 9):

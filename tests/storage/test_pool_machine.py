@@ -21,6 +21,15 @@ has_idle = precondition(lambda self: self.checked.idle)
 has_step = precondition(lambda self: self.checked.steps)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other at tiny tensors cost far more than they give."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Acts on a pool and on the lists beside it; a text or step is picked by its place, modulo how many there are."""
 

@@ -85,8 +85,8 @@ class Sequence:
         if not self.can_rollback(n):
             raise RollbackError(
                 f"the last {n} of {self.seq_len} tokens cannot be dropped: a window has given back rows that a "
-                f"sequence of {self.seq_len - n} tokens needs; fork the sequence before tokens that may have to go, or commit "
-                "only those of a step that stay"
+                f"sequence of {self.seq_len - n} tokens needs; fork the sequence before tokens that may have to go, "
+                "or commit only those of a step that stay"
             )
         del self._tokens[self.seq_len - n :]
         for table in self._tables.values():

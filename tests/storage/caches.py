@@ -63,12 +63,10 @@ def random_tokens(
 
 @remembered
 def _tokens_without_loss(storage: str | torch.dtype, count: int, **sizes: int | None) -> tuple[torch.Tensor, ...]:
-    codecs, tokens = check_storage("storage", storage), random_tokens(count, **sizes)
-    if count == 0:
-        return tokens
+    codecs = check_storage("storage", storage)
     return tuple(
         codec.decode(codec.encode(rows), rows.shape[-1], torch.float64)
-        for codec, rows in zip((codecs.k, codecs.v), tokens, strict=True)
+        for codec, rows in zip((codecs.k, codecs.v), random_tokens(count, **sizes), strict=True)
     )
 
 

@@ -10,21 +10,10 @@ import torch
 
 from kvcache.storage.codecs import check_storage
 from tests.oracle import assert_close, attend_rows
-from tests.storage.caches import CACHE_KINDS, ENCODED_STORAGES, STORED_KINDS, CacheKind
+from tests.storage.caches import CACHE_KINDS, STORED_KINDS, CacheKind
 
 NAN = float("nan")
 every_kind = pytest.mark.parametrize("kind", STORED_KINDS, ids=str)
-# KVCache cannot append no tokens to bytes, see test_no_rows_are_encoded_as_none; `every_kind` once it can.
-every_kind_given_no_tokens = pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.xfail(strict=True, raises=RuntimeError))
-        if kind.capacity and kind.storage in ENCODED_STORAGES
-        else kind
-        for kind in STORED_KINDS
-    ],
-    ids=str,
-)
 every_plain_kind = pytest.mark.parametrize("kind", CACHE_KINDS, ids=str)
 
 
@@ -37,8 +26,7 @@ def filled(kind: CacheKind, count: int, **options):
     """Return a cache that was given `count` tokens at once, and their keys and values."""
     cache = kind(**options)
     k, v = kind.tokens(count, cache.dtype, head_dim=cache.head_dim, v_head_dim=cache.v_head_dim)
-    if count:
-        cache.update(k, v)
+    cache.update(k, v)
     return cache, k, v
 
 

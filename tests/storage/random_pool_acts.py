@@ -116,8 +116,6 @@ class CheckedPool:
 
     def begin(self, texts: AbstractSequence[Text], counts: AbstractSequence[int]) -> OpenStep | None:
         """Start a step that gives each text that many new tokens, None if there are too few blocks."""
-        # Until the longest text is the one that writes in place whatever the order: see the tests of the reservation.
-        texts = sorted(texts, key=lambda text: len(text.ids))
         new = [[next(self._next_id) for _ in range(count)] for count in counts]
         needed = {kind: self._needed(kind, texts, counts) for kind in NUM_BLOCKS}
         free = {kind: NUM_BLOCKS[kind] - len(self._holders(kind)) for kind in NUM_BLOCKS}

@@ -6,7 +6,7 @@ import struct
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from kvcache import InvalidTypeError, InvalidValueError, KVCache
 from kvcache.storage.codecs import CODECS, EncodedRows, FloatCodec, GroupCodec, Storage, check_storage
@@ -204,7 +204,6 @@ def test_encoding_a_decoded_row_changes_nothing(codec, values):
     offset=st.sampled_from([0.0]) | st.floats(-1e5, 1e5),
     uniform=st.booleans(),
 )
-@settings(max_examples=300)
 def test_encoding_decoded_random_rows_changes_nothing(codec, seed, head_dim, scale, offset, uniform):
     generator = torch.Generator().manual_seed(seed)
     rows = (torch.rand if uniform else torch.randn)(40, head_dim, generator=generator)
@@ -306,29 +305,15 @@ def test_bytes_of_any_layout_are_decoded_by_value(codec, head_dim):
     assert torch.equal(codec.decode(expanded, head_dim, torch.float32), expected[:, :1].expand(2, 5, 3, -1))
 
 
-@pytest.mark.parametrize("name", FLOAT_NAMES)
-@pytest.mark.parametrize("head_dim", [1, 64])
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("head_dim", [1, 24, 33, 64])
 @pytest.mark.parametrize("shape", [(0,), (2, 2, 0)])
 def test_no_rows_are_kept_as_none(name, head_dim, shape):
-    kept = CODECS[name].encode(torch.empty(*shape, head_dim))
-    assert kept.shape == CODECS[name].decode(kept, head_dim, torch.float32).shape == (*shape, head_dim)
-
-
-@both_codecs
-@pytest.mark.parametrize(
-    "head_dim",
-    [
-        *(pytest.param(size, marks=pytest.mark.xfail(strict=True, raises=RuntimeError)) for size in (1, 8, 24, 32)),
-        33,
-        64,
-    ],
-)
-@pytest.mark.parametrize("shape", [(0,), (2, 2, 0)])
-def test_no_rows_are_encoded_as_none(codec, head_dim, shape):
-    data = codec.encode(torch.empty(*shape, head_dim))
-    assert data.shape == (*shape, codec.width(head_dim))
-    assert data.dtype == codec.dtype
-    assert codec.decode(data, head_dim, torch.float32).shape == (*shape, head_dim)
+    codec = CODECS[name]
+    kept = codec.encode(torch.empty(*shape, head_dim))
+    assert kept.shape == (*shape, codec.width(head_dim))
+    assert kept.dtype == codec.dtype
+    assert codec.decode(kept, head_dim, torch.float32).shape == (*shape, head_dim)
 
 
 @pytest.mark.parametrize("name", FLOAT_NAMES)

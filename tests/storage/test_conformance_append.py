@@ -18,7 +18,6 @@ from tests.storage.histories import (
     decoded,
     encoded_one_by_one,
     every_kind,
-    every_kind_given_no_tokens,
     every_plain_kind,
     filled,
     random_queries,
@@ -29,7 +28,7 @@ from tests.storage.histories import (
 @remembered
 def history(kind):
     """Return the queries, keys and values of 40 tokens, and what the queries' attention gives."""
-    q, (k, v) = random_queries(40), kind.tokens(40)
+    q, (k, v) = random_queries(40, heads=2), kind.tokens(40)
     return q, k, v, attend_rows(q, k, v, **rule_of(kind))[0]
 
 
@@ -38,7 +37,7 @@ def seen_by(kind, start, end):
     return sorted({p for t in range(start, end) for p in visible_positions(t, **rule_of(kind))})
 
 
-@every_kind_given_no_tokens
+@every_kind
 @given(chunks=st.lists(st.integers(0, 9), max_size=8))
 @example(chunks=[9, 1, 0, 1, 7, 9, 5, 1])
 @settings(max_examples=5)
@@ -152,7 +151,7 @@ def test_refused_tokens_change_nothing(kind, method):  # cases B14, C3
     check_attends_like_the_history(cache, kind, k, v)
 
 
-@every_kind_given_no_tokens
+@every_kind
 @pytest.mark.parametrize("method", ["update", "append"])
 def test_no_tokens_change_nothing(kind, method):  # case K1
     cache, k, v = filled(kind, 6)

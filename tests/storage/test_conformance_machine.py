@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache import CacheFullError, InvalidValueError, RollbackError
-from tests.storage.caches import COPIES, ENCODED_STORAGES, STORED_KINDS
+from tests.storage.caches import COPIES, STORED_KINDS
 from tests.storage.histories import check_attends_like_the_history
 
 
@@ -27,8 +27,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 9))
     def update(self, count):
-        if self.kind.storage in ENCODED_STORAGES:
-            count = max(count, 1)  # no tokens: see `every_kind_given_no_tokens`
         k, v = self.tokens(count)
         if self.kind.capacity and self.cache.seq_len + count > self.kind.capacity:
             with pytest.raises(CacheFullError):

@@ -5,10 +5,6 @@ from kvcache.storage.ledger import BlockLedger
 from kvcache.storage.reservation import Reservation
 from kvcache.storage.table import BlockTable
 
-OVERWRITTEN = pytest.mark.xfail(
-    strict=True, reason="the last table of a step writes in place, also over rows that a longer one may go back to"
-)
-
 
 def new_table(ledger, length, block_size=4):
     table = BlockTable(ledger, block_size, window=None, sinks=0)
@@ -209,14 +205,7 @@ def test_no_requests_reserve_nothing():
     reservation.settle()
 
 
-@pytest.mark.parametrize(
-    "longest",
-    [
-        pytest.param(0, marks=OVERWRITTEN),
-        pytest.param(1, marks=OVERWRITTEN),
-        2,
-    ],
-)
+@pytest.mark.parametrize("longest", [0, 1, 2])
 def test_the_longest_of_the_tables_that_share_a_block_writes_in_place(longest):
     """Whoever writes in the shared block must not overwrite a row that another one may go back to."""
     ledger = BlockLedger(num_blocks=8)

@@ -34,7 +34,7 @@ class OutOfBlocksError(CacheFullError):
     def __str__(self) -> str:
         return (
             f"blocks of the {self.kind} layers: {self.needed} needed for the step, {self.free} free; free sequences, "
-            f"step fewer tokens at once, or create the pool with more blocks (+{self.needed - self.free})"
+            f"step fewer tokens at once, or create the pool with num_blocks larger by {self.needed - self.free}"
         )
 
 

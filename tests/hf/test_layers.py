@@ -229,7 +229,9 @@ def test_a_window_holds_nothing_of_a_long_prompt_outside_its_buffers(hybrid, max
     cache = cache_for(hybrid, max_tokens)
     fill(cache, 100)
     for layer in cache.layers[:2]:
-        tensors = [leaf for leaf in tree_leaves((vars(layer.rows), vars(layer.rows._store))) if isinstance(leaf, torch.Tensor)]
+        tensors = [
+            leaf for leaf in tree_leaves((vars(layer.rows), vars(layer.rows._store))) if isinstance(leaf, torch.Tensor)
+        ]
         held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         assert len(held) >= 2
         assert sum(held.values()) <= layer.rows.nbytes == 2 * 2 * WINDOW * (4 + 3) * 8

@@ -14,7 +14,7 @@ from kvcache.hf.guard import Guard, guard_model
 from kvcache.hf.layers import FullLayer, StoredLayer, WindowLayer
 from kvcache.hf.tokens import TokenRecord
 from kvcache.storage.codecs import Storage, StorageLike, check_storage
-from kvcache.storage.model_config import layer_windows
+from kvcache.storage.model_config import decoder_config, layer_windows
 
 
 class ModelCache(Cache):
@@ -230,7 +230,8 @@ def _decoder_config(model: Any) -> PreTrainedConfig:
             f"model is a {type(model).__name__}; expected a transformers model that can generate, for instance from "
             "AutoModelForCausalLM.from_pretrained"
         )
-    return model.config.get_text_config(decoder=True)
+    config: PreTrainedConfig = decoder_config(model.config)
+    return config
 
 
 def _layers(config: PreTrainedConfig, max_tokens: int | None, storage: Storage | None) -> list[StoredLayer]:

@@ -5,8 +5,8 @@
                                    | 2 bytes, float16     | 2 bytes            | 1 or half a byte a channel  |
 
 Rows are encoded when they are appended, each for itself: in groups of 32 channels (the last one may be shorter) a
-value is kept as `offset + code * step`, the offset being the group's smallest value. So rows that come together or
-one by one, or again after a rollback, are the same bits, and encoding a decoded row changes nothing.
+value is kept as `offset + code * step`, the offset being the group's smallest value in float16. So rows that come
+together or one by one, or again after a rollback, are the same bits, and encoding a decoded row changes nothing.
 
 A step is the 16 bits of a float32 below its sign, which is never set: bfloat16 with one more bit of precision. That
 bit makes the largest value's code the largest code, whatever the rounding, so that encoding twice finds the same step;
@@ -65,9 +65,10 @@ class FloatCodec:
 class GroupCodec:
     """Rows as unsigned integers of `bits` bits with an offset and a step for each group of 32 channels.
 
-    A value x becomes `round((x - offset) / step)` with `step = (largest - smallest) / (2**bits - 1)`, so that the
-    error is at most half a step, and a step is no finer than float16 numbers are at the offset. Values below -65504,
-    the smallest float16, are kept as that (-inf too); a group with a NaN or +inf is NaN.
+    A value x becomes `round((x - offset) / step)` with `step = (largest - offset) / (2**bits - 1)`, no finer than
+    float16 numbers are at the offset, so that the error is at most half a step. That holds within float16's range:
+    values below -65504 are kept as that (-inf too), and groups that lie above 65504 in a coarser grid from there on. A
+    group with a NaN or +inf is NaN.
 
     Source: KIVI (arXiv:2402.02750), section 3.1, asymmetric round-to-nearest; groups along the channels of a token.
     """

@@ -26,7 +26,8 @@ class KVCache(LayerCache):
             value, and detached: no gradient flows through the past.
 
     Attributes:
-        k_cache, v_cache: the buffers (batch_size, num_heads, max_seq_len, head_dim); the first `seq_len` rows hold
+        k_cache, v_cache: the buffers (batch_size, num_heads, max_seq_len, head_dim), with a row's bytes (uint8) in the
+            place of head_dim for int8 and int4; the first `seq_len` rows hold
             tokens, the others nothing that is ever read.
 
     Raises:
@@ -101,7 +102,7 @@ class KVCache(LayerCache):
         return self.decoded_rows()
 
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all keys (B, Hkv, seq_len, D) and values, as they are kept: views of the buffers."""
+        """Return all keys (B, Hkv, seq_len, width) and values, as they are stored: views of the buffers."""
         return self.k_cache[:, :, : self._seq_len], self.v_cache[:, :, : self._seq_len]
 
     def resized(self, max_seq_len: int) -> Self:

@@ -32,8 +32,8 @@ from kvcache.storage.state import make_meta_state, make_state, read_state
 class VisibleRows(NamedTuple):
     """What the last T queries attend over: arguments of `attend`."""
 
-    k: torch.Tensor  # (B, Hkv, S, D)
-    v: torch.Tensor  # (B, Hkv, S, Dv)
+    k: torch.Tensor  # (B, Hkv, S, width), as they are stored
+    v: torch.Tensor
     starts: torch.Tensor | None = None  # (B,), in slots of k
     window: int | None = None
     sinks: int = 0
@@ -68,12 +68,12 @@ class LayerCache(ABC):
 
     @property
     def k_cache(self) -> torch.Tensor:
-        """The buffer of the keys (B, Hkv, rows, D), as they are kept; bytes in the last dimension if encoded."""
+        """The buffer of the keys (B, Hkv, rows, D) as they are stored; for int8 and int4 a row's bytes instead of D."""
         return self._store.k
 
     @property
     def v_cache(self) -> torch.Tensor:
-        """The buffer of the values (B, Hkv, rows, Dv), as they are kept."""
+        """The buffer of the values (B, Hkv, rows, Dv), as `k_cache`."""
         return self._store.v
 
     @property
@@ -155,7 +155,7 @@ class LayerCache(ABC):
 
     @abstractmethod
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stored keys (B, Hkv, stored_len, D) and values, in order of position, as they are kept."""
+        """Return the stored keys (B, Hkv, stored_len, width) and values, in order of position, as they are stored."""
 
     def decoded_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stored keys (B, Hkv, stored_len, D) and values, in order of position, in `dtype`."""

@@ -50,8 +50,9 @@ def layer_windows(decoder: Any) -> list[int | None]:
     if kinds is None:
         kinds = [_implied_kind(layer) for layer in layers]
     sharing = getattr(decoder, "kv_sharing_modes", None) or [None] * len(layers)
-    if not len(kinds) == len(sharing) == len(layers):
-        raise InvalidValueError(f"layer_types has {len(kinds)} entries; expected num_hidden_layers={len(layers)}")
+    for name, entries in (("layer_types", kinds), ("kv_sharing_modes", sharing)):
+        if len(entries) != len(layers):
+            raise InvalidValueError(f"{name} has {len(entries)} entries; expected num_hidden_layers={len(layers)}")
     windows = []
     for index, (kind, shares, layer) in enumerate(zip(kinds, sharing, layers, strict=True)):
         whose = "" if shares in (None, "store") else " with the rows of another layer"

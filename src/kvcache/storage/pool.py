@@ -11,7 +11,6 @@ A block id names the same rows in every layer of its kind.
 
 from array import array
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -44,7 +43,6 @@ class BlockPool:
     Attributes:
         spec, block_size, device: as given.
         stores: one `BlockStore` a layer, with the tensors.
-        open_steps: steps that are neither committed nor aborted.
 
     Raises:
         InvalidValueError, InvalidTypeError: an argument is out of range or of the wrong kind.
@@ -78,12 +76,11 @@ class BlockPool:
         self.spec = spec
         self.block_size = check_int("block_size", block_size, minimum=1)
         self.device = check_device("device", device)
-        counts = _check_num_blocks(spec, num_blocks)
+        counts = spec.blocks(num_blocks)
         self._storage = check_storage("storage", storage)
         self.stores = tuple(
             BlockStore(layer, counts[layer.kind], self.block_size, self._storage, self.device) for layer in spec.layers
         )
-        self.open_steps: list[Step] = []
         self._ledgers = {kind: BlockLedger(count) for kind, count in counts.items()}
         self._sequences: dict[Sequence, None] = {}
 
@@ -108,15 +105,26 @@ class BlockPool:
         return list(self._sequences)
 
     @property
+    def open_steps(self) -> list[Step]:
+        """The steps that are neither committed nor aborted, in the order of their oldest sequences."""
+        return list(dict.fromkeys(seq.open_step for seq in self._sequences if seq.open_step is not None))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all blocks, used and free; what `spec.nbytes` says."""
         return sum(store.nbytes for store in self.stores)
 
     def num_holders(self, block: int, kind: str = "full") -> int:
-        """Return how many sequences hold a block of this kind (an open step counts for one that it copied from)."""
-        if kind not in self._ledgers:
-            raise InvalidValueError(f"kind is {kind!r}; expected one of {list(self._ledgers)}")
-        return self._ledgers[kind].num_holders(check_int("block", block, minimum=0))
+        """Return how many sequences hold a block of this kind (an open step counts for one that it copied from).
+
+        Raises:
+            InvalidValueError, InvalidTypeError: there is no such block, or no such kind.
+        """
+        self.spec.check_kind(kind)
+        ledger = self._ledgers[kind]
+        if check_int("block", block, minimum=0) >= ledger.num_blocks:
+            raise InvalidValueError(f"block is {block}; expected one of the {ledger.num_blocks}, counted from 0")
+        return ledger.num_holders(block)
 
     def new_sequence(self) -> Sequence:
         """Return an empty sequence; it takes its first block in a step."""
@@ -175,11 +183,3 @@ class BlockPool:
             f"BlockPool({len(self.stores)} layers, block_size={self.block_size}, storage={self.storage}, "
             f"device={self.device}, {used}, {len(self._sequences)} sequences)"
         )
-
-
-def _check_num_blocks(spec: CacheSpec, num_blocks: Any) -> dict[str, int]:
-    if not isinstance(num_blocks, Mapping):
-        return dict.fromkeys(spec.kinds, check_int("num_blocks", num_blocks, minimum=1))
-    if set(num_blocks) != set(spec.kinds):
-        raise InvalidValueError(f"num_blocks has the kinds {list(num_blocks)}; expected {list(spec.kinds)}")
-    return {kind: check_int(f"num_blocks[{kind!r}]", num_blocks[kind], minimum=1) for kind in spec.kinds}

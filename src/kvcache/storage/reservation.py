@@ -1,8 +1,8 @@
 """Blocks for the new tokens of several sequences, taken at once, with the way back: pure bookkeeping.
 
 A block that others hold too is not written: the table that grows into it takes a copy in its place (copy-on-write).
-Where all holders of a block grow at once, the longest keeps it: it writes behind the rows of all others, which are as
-they were if the others come back to the block.
+Where all holders of a block grow at once, the longest keeps it, of equally long ones the last: it writes behind the
+rows of all others, which are as they were if the others come back to the block.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,11 @@ class Growth:
 
 
 class Reservation:
-    """Room for `num_tokens` more tokens in each table of one kind, which holds `length`.
+    """Room for new tokens in tables of one kind.
+
+    Args:
+        kind: of the layers, for the error.
+        requests: for each table itself, the tokens it holds and those to come.
 
     Raises:
         OutOfBlocksError: too few blocks are free; nothing has changed.

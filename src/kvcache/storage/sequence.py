@@ -49,8 +49,7 @@ class Sequence:
             InvalidValueError: the sequence is freed, or the pool has no layers of this kind.
         """
         self.check_usable()
-        if kind not in self._tables:
-            raise InvalidValueError(f"kind is {kind!r}; expected one of {list(self._tables)}")
+        self.pool.spec.check_kind(kind)
         return self._tables[kind].blocks.tolist()
 
     def fork(self) -> "Sequence":
@@ -65,7 +64,8 @@ class Sequence:
     def can_rollback(self, n: int) -> bool:
         """Whether the last `n` tokens can be dropped: there are that many, and windows hold what the rest needs.
 
-        Right after a step they do for n <= 1; and always for an n that leaves no more than the sinks' blocks hold.
+        Right after a step that kept a token they do for n <= 1; and always for an n that leaves no more than the
+        sinks' blocks hold.
         """
         self.check_usable()
         length = self.seq_len - check_int("n", n, minimum=0)

@@ -38,14 +38,18 @@ class LayerSpec:
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        check_int("num_heads", self.num_heads, minimum=1)
-        check_int("head_dim", self.head_dim, minimum=1)
-        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
-        object.__setattr__(self, "v_head_dim", check_int("v_head_dim", v_head_dim, minimum=1))
-        check_int("sinks", self.sinks, minimum=0)
+        sizes = {
+            "num_heads": check_int("num_heads", self.num_heads, minimum=1),
+            "head_dim": check_int("head_dim", self.head_dim, minimum=1),
+            "sinks": check_int("sinks", self.sinks, minimum=0),
+        }
+        v_head_dim = sizes["head_dim"] if self.v_head_dim is None else self.v_head_dim
+        sizes["v_head_dim"] = check_int("v_head_dim", v_head_dim, minimum=1)
         if self.window is not None:
-            check_int("window", self.window, minimum=1)
-        elif self.sinks:
+            sizes["window"] = check_int("window", self.window, minimum=1)
+        for name, size in sizes.items():  # plain ints, whatever integers came
+            object.__setattr__(self, name, size)
+        if self.window is None and self.sinks:
             raise InvalidValueError(f"sinks is {self.sinks} and window is None; expected sinks only with a window")
 
     @property
@@ -125,10 +129,37 @@ class CacheSpec:
         return layer.window, layer.sinks
 
     def token_nbytes(self, storage: StorageLike, kind: str | None = None) -> int:
-        """Return the bytes of one token's keys and values in all layers, or in those of one kind."""
+        """Return the bytes of one token's keys and values in all layers, or in those of one kind.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: `storage` or `kind` is none that there is.
+        """
+        if kind is not None:
+            self.check_kind(kind)
         return sum(layer.token_nbytes(storage) for layer in self.layers if kind in (None, layer.kind))
 
     def nbytes(self, num_blocks: int | Mapping[str, int], block_size: int, storage: StorageLike) -> int:
-        """Return the bytes of a `BlockPool` made with these arguments."""
-        counts = num_blocks if isinstance(num_blocks, Mapping) else dict.fromkeys(self.kinds, num_blocks)
-        return sum(counts[kind] * block_size * self.token_nbytes(storage, kind) for kind in self.kinds)
+        """Return the bytes of a `BlockPool` made with these arguments.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: an argument is out of range or of the wrong kind.
+        """
+        rows = {kind: count * check_int("block_size", block_size, 1) for kind, count in self.blocks(num_blocks).items()}
+        return sum(count * self.token_nbytes(storage, kind) for kind, count in rows.items())
+
+    def blocks(self, num_blocks: Any) -> dict[str, int]:
+        """Return `num_blocks`, one number or one for each kind, as the blocks of each kind.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: other kinds are named, or a number is none or below 1.
+        """
+        if not isinstance(num_blocks, Mapping):
+            return dict.fromkeys(self.kinds, check_int("num_blocks", num_blocks, minimum=1))
+        if set(num_blocks) != set(self.kinds):
+            raise InvalidValueError(f"num_blocks has the kinds {list(num_blocks)}; expected {list(self.kinds)}")
+        return {kind: check_int(f"num_blocks[{kind!r}]", num_blocks[kind], minimum=1) for kind in self.kinds}
+
+    def check_kind(self, kind: Any) -> None:
+        """Check that there are layers of this kind."""
+        if kind not in self.kinds:
+            raise InvalidValueError(f"kind is {kind!r}; expected one of {list(self.kinds)}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import torch
 
 from kvcache.attention import attend
-from kvcache.checks import check_int, check_tensor
+from kvcache.checks import check_bool, check_int, check_tensor
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.storage.packing import PackedTokens
 from kvcache.storage.reservation import Reservation
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """New tokens for some sequences of a pool; made by `BlockPool.step`, which shows how to use it.
+    """New tokens for some sequences of a pool; made by `BlockPool.step`; `BlockPool` shows how to use it.
 
     The tokens of all sequences, N in all, lie one behind the other in the order of the sequences, without padding.
 
@@ -52,14 +52,13 @@ class Step:
         except BaseException:
             self._undo()
             raise
-        pool.open_steps.append(self)
         for sequence in self.sequences:
             sequence.open_step = self
 
     @property
     def is_open(self) -> bool:
         """Whether the step is neither committed nor aborted."""
-        return self in self.pool.open_steps
+        return self.sequences[0].open_step is self
 
     @property
     def reservations(self) -> dict[str, Reservation]:
@@ -128,6 +127,17 @@ class Step:
         sink_logits: torch.Tensor | None = ...,
         return_lse: Literal[True],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float | None = ...,
+        softcap: float | None = ...,
+        sink_logits: torch.Tensor | None = ...,
+        return_lse: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
     def attend(
         self,
         layer: int,
@@ -159,6 +169,7 @@ class Step:
         layer, spec = self._check_layer(layer)
         if layer not in self._appended:
             raise InvalidValueError(f"layer {layer} is not appended yet; append its keys and values first")
+        check_bool("return_lse", return_lse)
         check_tensor("q", q, (1, None, len(self._packing), spec.head_dim), "(1, H, N, D)", self.pool.device)
         store = self.pool.stores[layer]
         results = [
@@ -203,7 +214,11 @@ class Step:
             sequence.extend(ids[:count])
 
     def abort(self) -> None:
-        """Leave everything as it was before the step."""
+        """Leave everything as it was before the step.
+
+        Raises:
+            InvalidValueError: the step is over.
+        """
         self._check_open()
         self._undo()
         self._close()
@@ -241,7 +256,6 @@ class Step:
             reservation.undo()
 
     def _close(self) -> None:
-        self.pool.open_steps.remove(self)
         for sequence in self.sequences:
             sequence.open_step = None
 
@@ -278,7 +292,7 @@ def _check_sequences(pool: "BlockPool", sequences: Any) -> list[Sequence]:
         if not isinstance(sequence, Sequence):
             raise InvalidTypeError(f"sequences[{index}] is a {type(sequence).__name__}; expected a Sequence")
         if sequence.pool is not pool:
-            raise InvalidValueError(f"sequences[{index}] belongs to another pool")
+            raise InvalidValueError(f"sequences[{index}] belongs to another pool; expected one that this pool made")
         sequence.check_usable(f"sequences[{index}]")
         if sequence in seen:
             raise InvalidValueError(f"sequences[{index}] is in the step twice; expected each sequence once")

@@ -32,12 +32,17 @@ def check_token_ids(name: str, ids: Any) -> "array[int]":
             raise InvalidTypeError(f"{name} has dtype {dtype_name(ids.dtype)}; expected integers")
         check_shape(name, tuple(ids.shape), (None,), "(T,)")
         ids = ids.tolist()
-    try:
-        result = array("q", map(_as_id, ids))
-    except TypeError:
-        raise InvalidTypeError(f"{name} is a {type(ids).__name__} ({ids!r}); expected a list of token ids") from None
-    except OverflowError:
-        raise InvalidValueError(f"{name} holds an id beyond 64 bits") from None
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise InvalidTypeError(f"{name} is a {type(ids).__name__}; expected a list of token ids")
+    result = array("q")
+    for index, value in enumerate(ids):
+        try:
+            result.append(_as_id(value))
+        except TypeError:
+            message = f"{name}[{index}] is a {type(value).__name__} ({value!r}); expected an integer token id"
+            raise InvalidTypeError(message) from None
+        except OverflowError:
+            raise InvalidValueError(f"{name}[{index}] is {value}; expected an integer of 64 bits") from None
     if not result:
         raise InvalidValueError(f"{name} is empty; expected at least one token id")
     return result

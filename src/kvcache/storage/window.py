@@ -44,7 +44,7 @@ class SlidingWindowCache(LayerCache):
         storage: how rows are kept, as in `KVCache`; default `dtype`.
 
     Attributes:
-        k_cache, v_cache: the buffers (batch_size, num_heads, sinks + window + slack, head_dim).
+        k_cache, v_cache: the buffers (batch_size, num_heads, sinks + window + slack, head_dim), as in `KVCache`.
 
     Raises:
         InvalidValueError, InvalidTypeError: an argument is out of range or of the wrong kind.
@@ -131,7 +131,7 @@ class SlidingWindowCache(LayerCache):
         return self._store.decode(k, v, self._dtype)
 
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of the stored keys (B, Hkv, stored_len, D) and values, in order of position."""
+        """Return copies of the stored keys (B, Hkv, stored_len, width) and values, in order of position."""
         return self._ordered(self._first)
 
     def resized(self, *, window: int | None = None, slack: int | None = None) -> Self:

@@ -71,14 +71,12 @@ def check_dtype(name: str, dtype: Any) -> torch.dtype:
 
 
 def check_device(name: str, device: Any) -> torch.device:
-    """Return `device` as a `torch.device` that torch can use here."""
+    """Return `device` as the `torch.device` that tensors made there have ("cuda" as "cuda:0"), if torch can use it."""
     try:
-        resolved = torch.device(device)
-        torch.empty(0, device=resolved)
+        return torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, TypeError, AssertionError, ImportError) as cause:
         reason = str(cause).partition("\n")[0]
         raise InvalidValueError(f"{name} is {device!r}; expected a device that torch can use here: {reason}") from cause
-    return resolved
 
 
 def check_floating(name: str, dtype: Any) -> None:

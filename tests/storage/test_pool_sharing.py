@@ -1,5 +1,6 @@
 """Sequences of a pool that share blocks and go back, steps that are left undone, and blocks that change hands."""
 
+import copy
 import itertools
 import random
 
@@ -179,7 +180,7 @@ def test_two_pools_in_turn_do_not_disturb_each_other():  # case J5
     texts[0].free()
     check_extend(pools[1], {forks[1]: [200], texts[1]: [201]})
     check_extend(pools[0], {forks[0]: [200]})
-    with pytest.raises(InvalidValueError, match=r"^sequences\[0\] belongs to another pool$"):
+    with pytest.raises(InvalidValueError, match=r"^sequences\[0\] belongs to another pool; expected"):
         pools[0].step([texts[1]], [[1]])
 
 
@@ -441,3 +442,20 @@ def test_nothing_kept_of_a_first_step_leaves_an_empty_sequence():
         step.commit([0])
     assert (text.seq_len, text.blocks(), text.blocks("sliding")) == (0, [], [])
     assert pool.num_free == pool.num_blocks
+
+
+def test_a_copied_sequence_is_a_fork_and_a_copied_pool_a_pool_of_its_own():
+    pool, text = filled(6)
+    twin = copy.copy(text)
+    assert (twin.tokens, twin.blocks()) == (text.tokens, text.blocks())
+    extend(pool, {text: [7], twin: [8]})
+    assert (text.tokens[6:], twin.tokens[6:]) == ([7], [8])
+    assert text.blocks() != twin.blocks()
+    pool.check()
+    for way in (copy.copy, copy.deepcopy):
+        other = way(pool)
+        other.sequences[0].free()
+        other.check()
+        assert text.tokens == [1, 2, 3, 4, 5, 6, 7]
+        assert pool.num_free != other.num_free
+    pool.check()

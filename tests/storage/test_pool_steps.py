@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import kvcache
 from kvcache import (
     CacheSpec,
     InvalidTypeError,
@@ -419,25 +420,29 @@ def busy(pool, text, other):
         (bad_step(tokens="7"), InvalidTypeError, "tokens is a str; expected a list of token ids for each sequence"),
         (bad_step(tokens=[[]]), InvalidValueError, r"tokens\[0\] is empty; expected at least one token id"),
         (bad_step(tokens=[torch.tensor([], dtype=int)]), InvalidValueError, r"tokens\[0\] is empty; expected"),
-        (bad_step(tokens=[7]), InvalidTypeError, r"tokens\[0\] is a int \(7\); expected a list of token ids"),
+        (bad_step(tokens=[7]), InvalidTypeError, r"tokens\[0\] is a int; expected a list of token ids"),
         (bad_step(tokens=[None]), InvalidTypeError, r"tokens\[0\] is a NoneType"),
-        (bad_step(tokens=["7"]), InvalidTypeError, r"tokens\[0\] is a str \('7'\); expected a list of token ids"),
+        (bad_step(tokens=["7"]), InvalidTypeError, r"tokens\[0\] is a str; expected a list of token ids"),
         (
             bad_step(tokens=[[1.0]]),
             InvalidTypeError,
-            r"tokens\[0\] is a list \(\[1.0\]\); expected a list of token ids",
+            r"tokens\[0\]\[0\] is a float \(1.0\); expected an integer token id",
         ),
-        (bad_step(tokens=[[True]]), InvalidTypeError, r"tokens\[0\] is a list \(\[True\]\); expected"),
-        (bad_step(tokens=[["7"]]), InvalidTypeError, r"tokens\[0\] is a list"),
-        (bad_step(tokens=[[[7]]]), InvalidTypeError, r"tokens\[0\] is a list"),
+        (bad_step(tokens=[[True]]), InvalidTypeError, r"tokens\[0\]\[0\] is a bool \(True\); expected"),
+        (bad_step(tokens=[[7, "7"]]), InvalidTypeError, r"tokens\[0\]\[1\] is a str"),
+        (bad_step(tokens=[[[7]]]), InvalidTypeError, r"tokens\[0\]\[0\] is a list"),
         (bad_step(tokens=[torch.tensor([1.0])]), InvalidTypeError, r"tokens\[0\] has dtype float32; expected integers"),
         (bad_step(tokens=[torch.tensor([True])]), InvalidTypeError, r"tokens\[0\] has dtype bool; expected integers"),
         (bad_step(tokens=[torch.tensor([[1]])]), InvalidValueError, r"tokens\[0\] has shape \(1, 1\); expected \(T,\)"),
         (bad_step(tokens=[torch.tensor(1)]), InvalidValueError, r"tokens\[0\] has shape \(\); expected \(T,\)"),
         (bad_step(tokens=torch.tensor([1])), InvalidValueError, r"tokens has shape \(1,\); expected \(B, T\) = \(1, a"),
         (bad_step(tokens=torch.ones(1, 1)), InvalidTypeError, r"tokens\[0\] has dtype float32; expected integers"),
-        (bad_step(tokens=[[2**63]]), InvalidValueError, r"tokens\[0\] holds an id beyond 64 bits"),
-        (bad_step(tokens=[[-(2**63) - 1]]), InvalidValueError, r"tokens\[0\] holds an id beyond 64 bits"),
+        (bad_step(tokens=[[2**63]]), InvalidValueError, r"tokens\[0\]\[0\] is -?\d+; expected an integer of 64"),
+        (
+            bad_step(tokens=[[-(2**63) - 1]]),
+            InvalidValueError,
+            r"tokens\[0\]\[0\] is -?\d+; expected an integer of 64",
+        ),
     ],
 )
 def test_a_step_is_refused_before_anything_changes(act, error, message):  # case K1
@@ -607,3 +612,37 @@ def test_four_query_heads_over_three_are_refused():  # case B10
             step.attend(0, torch.ones(1, 4, 1, 2))
     assert pool.num_free == pool.num_blocks
     pool.check()
+
+
+def test_a_device_with_its_index_is_the_same_device():
+    pool = kvcache.BlockPool(FULL, 4, 4, "float64", device="cpu:0")
+    text = pool.new_sequence()
+    with pool.step([text], [[1, 2]]) as step:
+        step.append(0, *known_rows(FULL, 0, [1, 2]))
+    assert pool.device == torch.device("cpu")
+
+
+def test_a_default_device_changes_nothing():
+    pool, text = filled(5, spec=FULL)
+    with pool.step([text], [[6]]) as step:
+        step.append(0, *known_rows(FULL, 0, [6]))
+        q = known_queries(FULL, 0, [6])
+        with torch.device("meta"):
+            output = step.attend(0, q)
+        assert torch.equal(step.attend(0, q), output)
+
+
+def test_what_a_step_made_in_inference_mode_serves_gradients_later():
+    pool, text = filled(5, spec=FULL)
+    with pool.step([text], [[6]]) as step:
+        q = known_queries(FULL, 0, [6])
+        with torch.inference_mode():
+            step.append(0, *known_rows(FULL, 0, [6]))
+            expected = step.attend(0, q)
+            for tensor in (step.tokens, step.positions, step.last):
+                assert not tensor.is_inference()
+        q.requires_grad_()
+        output = step.attend(0, q)
+        output.sum().backward()
+        assert q.grad is not None
+        assert torch.equal(output, expected)

@@ -2,6 +2,7 @@
 
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,8 +36,30 @@ def test_bytes_of_a_token_are_those_of_its_rows(storage, k_row, v_row):
     assert spec.token_nbytes(storage, "sliding") == layer.token_nbytes(storage)
 
 
-def test_bytes_of_a_kind_that_is_not_there_are_none():
-    assert CacheSpec([FULL]).token_nbytes("float32", "sliding") == 0
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda spec: spec.token_nbytes("float32", "slding"), InvalidValueError, "kind is 'slding'; expected one of"),
+        (lambda spec: spec.nbytes({"full": 3}, 4, "int8"), InvalidValueError, r"num_blocks has the kinds \['full'\]"),
+        (
+            lambda spec: spec.nbytes({"full": 3, "sliding": 0}, 4, "int8"),
+            InvalidValueError,
+            r"num_blocks\['sliding'\] is 0",
+        ),
+        (lambda spec: spec.nbytes(-3, 4, "int8"), InvalidValueError, "num_blocks is -3; expected an integer >= 1"),
+        (lambda spec: spec.nbytes(3, 2.5, "int8"), InvalidTypeError, "block_size is a float"),
+        (lambda spec: spec.nbytes(3, 4, "int9"), InvalidValueError, "storage is 'int9'"),
+    ],
+)
+def test_bytes_of_what_cannot_be_are_refused(act, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        act(CacheSpec([FULL, WINDOW]))
+
+
+def test_sizes_are_plain_ints_whatever_integers_came():
+    layer = LayerSpec(np.int64(3), np.int64(64), window=np.int64(5), sinks=np.int64(1))
+    assert [type(size) for size in (layer.num_heads, *layer.head_dims, layer.window, layer.sinks)] == [int] * 5
+    assert type(layer.token_nbytes("int8")) is int
 
 
 @pytest.mark.parametrize(("storage", "error"), [("int3", InvalidValueError), (4, InvalidTypeError)])

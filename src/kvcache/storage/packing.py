@@ -36,7 +36,10 @@ class TableRows(NamedTuple):
 
 
 class PackedTokens:
-    """`counts[i]` new tokens behind the `lengths[i]` of sequence i, whose blocks `tables[kind][i]` names."""
+    """`counts[i]` new tokens behind the `lengths[i]` of sequence i, whose blocks `tables[kind][i]` names.
+
+    Tensors are made once, outside of inference mode, whose tensors could not be used outside of it.
+    """
 
     def __init__(
         self, lengths: list[int], counts: list[int], tables: dict[str, list[BlockTable]], device: torch.device
@@ -52,6 +55,7 @@ class PackedTokens:
         return sum(self.counts)
 
     @cached_property
+    @torch.inference_mode(False)
     def positions(self) -> torch.Tensor:
         """The position of each token in its sequence, int64 (1, N)."""
         counts, lengths = torch.tensor([self.counts, self.lengths], device=self.device)
@@ -59,11 +63,13 @@ class PackedTokens:
         return (shifts + torch.arange(len(self), device=self.device)).unsqueeze(0)
 
     @cached_property
+    @torch.inference_mode(False)
     def last(self) -> torch.Tensor:
         """The place of each sequence's last token among the N, int64 (B,)."""
         return torch.tensor(list(accumulate(self.counts)), device=self.device) - 1
 
     @cached_property
+    @torch.inference_mode(False)
     def groups(self) -> list[Group]:
         """The sequences by their number of new tokens."""
         firsts = [0, *accumulate(self.counts)]
@@ -79,6 +85,7 @@ class PackedTokens:
             for count, places in members.items()
         ]
 
+    @torch.inference_mode(False)
     def targets(self, kind: str) -> BlockRows:
         """Return where the new tokens' rows go in the layers of one kind."""
         if kind not in self._targets:
@@ -90,6 +97,7 @@ class PackedTokens:
             self._targets[kind] = BlockRows(*torch.tensor(places, device=self.device).unbind(1))
         return self._targets[kind]
 
+    @torch.inference_mode(False)
     def sources(self, kind: str) -> list[TableRows]:
         """Return what attention reads in the layers of one kind, for each group."""
         if kind not in self._sources:
@@ -101,13 +109,14 @@ class PackedTokens:
         return torch.cat([part.transpose(0, 1).flatten(1, 2) for part in parts], dim=1)[:, self._order].unsqueeze(0)
 
     @cached_property
+    @torch.inference_mode(False)
     def _order(self) -> torch.Tensor:
         """Where each of the N tokens is among the groups' tokens, (N,)."""
         return torch.cat([group.tokens.flatten() for group in self.groups]).argsort()
 
     def _source(self, kind: str, members: list[int]) -> TableRows:
         tables = [self.tables[kind][place] for place in members]
-        block_table = torch.full((len(tables), max(len(table.blocks) for table in tables)), -1)
+        block_table = torch.full((len(tables), max(len(table.blocks) for table in tables)), -1, device="cpu")
         for row, table in zip(block_table, tables, strict=True):
             row[: len(table.blocks)] = torch.frombuffer(table.blocks, dtype=torch.int64)
         ends = [

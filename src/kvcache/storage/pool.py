@@ -9,6 +9,7 @@
 A block id names the same rows in every layer of its kind.
 """
 
+import copy
 from array import array
 from collections.abc import Mapping
 
@@ -173,6 +174,9 @@ class BlockPool:
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that holds nothing any more."""
         del self._sequences[sequence]
+
+    def __copy__(self) -> "BlockPool":
+        return copy.deepcopy(self)  # sharing the blocks would let one write over the other's rows
 
     def __repr__(self) -> str:
         used = ", ".join(

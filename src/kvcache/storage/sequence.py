@@ -135,6 +135,9 @@ class Sequence:
         if self.open_step is not None:
             raise InvalidValueError(f"{name} is in an open step; commit or abort that first")
 
+    def __copy__(self) -> "Sequence":
+        return self.fork()  # sharing the tables would let one write over the other's rows
+
     def __repr__(self) -> str:
         if self.is_freed:
             return "Sequence(freed)"

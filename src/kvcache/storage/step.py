@@ -66,6 +66,7 @@ class Step:
         return self._reservations
 
     @cached_property
+    @torch.inference_mode(False)
     def tokens(self) -> torch.Tensor:
         """The ids of the new tokens, int64 (1, N): what the model's embedding takes."""
         return torch.tensor([list(chain.from_iterable(self._ids))], device=self.pool.device)

@@ -39,6 +39,14 @@ def check_int(name: str, value: Any, minimum: int) -> int:
     return number
 
 
+def check_up_to_seq_len(name: str, value: Any, seq_len: int) -> int:
+    """Return `value`, a number of a sequence's tokens, as a plain int in [0, seq_len]."""
+    number = check_int(name, value, minimum=0)
+    if number > seq_len:
+        raise InvalidValueError(f"{name} is {number}; expected at most seq_len = {seq_len}")
+    return number
+
+
 def check_float(name: str, value: Any) -> float:
     """Return `value`, a real number of Python or NumPy, as a plain finite float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -127,6 +135,12 @@ def check_tensor(
     return tensor
 
 
+def check_integers(name: str, tensor: torch.Tensor, letters: str) -> None:
+    """Check that the tensor's dtype is one of integers (not bool)."""
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise InvalidTypeError(f"{name} has dtype {dtype_name(tensor.dtype)}; expected integers {letters}")
+
+
 def check_int_tensor(
     name: str, value: Any, shape: Sequence[int | None], letters: str, device: torch.device
 ) -> torch.Tensor:
@@ -143,7 +157,6 @@ def check_int_tensor(
             ) from None
         if tensor.numel() == 0:
             tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise InvalidTypeError(f"{name} has dtype {dtype_name(tensor.dtype)}; expected integers {letters}")
+    check_integers(name, tensor, letters)
     check_shape(name, tuple(tensor.shape), shape, letters)
     return tensor.to(torch.int64)

@@ -23,16 +23,21 @@ IntTensorLike = torch.Tensor | Sequence[Any]
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Options of `attend` that a cache passes on; see there."""
+    """Options of `attend` about scores, which every cache passes on; see there."""
 
-    starts: IntTensorLike | None
     scale: float | None
     softcap: float | None
     sink_logits: torch.Tensor | None
 
 
-class AttentionOptions(ScoreOptions, total=False):
-    """Options of `attend`; see there."""
+class CacheOptions(ScoreOptions, total=False):
+    """Options of `attend` that a cache of one layer passes on."""
+
+    starts: IntTensorLike | None
+
+
+class AttentionOptions(CacheOptions, total=False):
+    """Options of `attend`."""
 
     block_table: IntTensorLike | None
     lengths: IntTensorLike | None

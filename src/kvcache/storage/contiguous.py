@@ -27,8 +27,8 @@ class KVCache(LayerCache):
 
     Attributes:
         k_cache, v_cache: the buffers (batch_size, num_heads, max_seq_len, head_dim), with a row's bytes (uint8) in the
-            place of head_dim for int8 and int4; the first `seq_len` rows hold
-            tokens, the others nothing that is ever read.
+            place of head_dim for int8 and int4; the first `seq_len` rows hold tokens, the others nothing that is ever
+            read.
 
     Raises:
         InvalidValueError, InvalidTypeError: an argument is out of range or of the wrong kind.

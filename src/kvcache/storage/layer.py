@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, Unpack, overload
 import torch
 
 from kvcache.attention import attend
-from kvcache.attention.arguments import IntTensorLike, ScoreOptions, check_head_groups
+from kvcache.attention.arguments import CacheOptions, IntTensorLike, check_head_groups
 from kvcache.checks import (
     check_device,
     check_dtype,
@@ -20,6 +20,7 @@ from kvcache.checks import (
     check_int_tensor,
     check_range,
     check_tensor,
+    check_up_to_seq_len,
     dtype_name,
 )
 from kvcache.errors import InvalidValueError, RollbackError
@@ -182,15 +183,15 @@ class LayerCache(ABC):
 
     @overload
     def attend(
-        self, q: torch.Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[ScoreOptions]
+        self, q: torch.Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[CacheOptions]
     ) -> torch.Tensor: ...
     @overload
     def attend(
-        self, q: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[ScoreOptions]
+        self, q: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[CacheOptions]
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @overload
     def attend(
-        self, q: torch.Tensor, *, return_lse: bool, **options: Unpack[ScoreOptions]
+        self, q: torch.Tensor, *, return_lse: bool, **options: Unpack[CacheOptions]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
     def attend(
         self,
@@ -311,9 +312,7 @@ class LayerCache(ABC):
             InvalidValueError: `n` is negative or larger than `seq_len`.
             RollbackError: the shorter sequence needs rows that are no longer stored. Nothing has changed then.
         """
-        n = check_int("n", n, minimum=0)
-        if n > self._seq_len:
-            raise InvalidValueError(f"n is {n}; expected at most seq_len = {self._seq_len}")
+        n = check_up_to_seq_len("n", n, self._seq_len)
         if not self.can_rollback(n):
             raise RollbackError(
                 f"{self!r} cannot drop its last {n} tokens: the rows that a sequence of {self._seq_len - n} tokens "
@@ -323,10 +322,7 @@ class LayerCache(ABC):
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens; raises as `rollback` does."""
-        length = check_int("length", length, minimum=0)
-        if length > self._seq_len:
-            raise InvalidValueError(f"length is {length}; expected at most seq_len = {self._seq_len}")
-        self.rollback(self._seq_len - length)
+        self.rollback(self._seq_len - check_up_to_seq_len("length", length, self._seq_len))
 
     def reset(self) -> None:
         """Forget everything; the buffers stay allocated."""

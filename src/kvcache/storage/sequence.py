@@ -3,7 +3,7 @@
 from array import array
 from typing import TYPE_CHECKING
 
-from kvcache.checks import check_int
+from kvcache.checks import check_int, check_up_to_seq_len
 from kvcache.errors import InvalidValueError, RollbackError
 from kvcache.storage.table import BlockTable
 
@@ -79,9 +79,7 @@ class Sequence:
             RollbackError: a window no longer holds the rows that the shorter sequence needs. Nothing has changed.
         """
         self.check_usable()
-        n = check_int("n", n, minimum=0)
-        if n > self.seq_len:
-            raise InvalidValueError(f"n is {n}; expected at most seq_len = {self.seq_len}")
+        n = check_up_to_seq_len("n", n, self.seq_len)
         if not self.can_rollback(n):
             raise RollbackError(
                 f"the last {n} of {self.seq_len} tokens cannot be dropped: a window has given back rows that a "
@@ -94,10 +92,7 @@ class Sequence:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens; raises as `rollback` does."""
-        length = check_int("length", length, minimum=0)
-        if length > self.seq_len:
-            raise InvalidValueError(f"length is {length}; expected at most seq_len = {self.seq_len}")
-        self.rollback(self.seq_len - length)
+        self.rollback(self.seq_len - check_up_to_seq_len("length", length, self.seq_len))
 
     def free(self) -> None:
         """Release all blocks; nothing more can be done with the sequence, but `tokens` still tells what it held.

@@ -7,11 +7,12 @@ they were and tables know the way back: a step that is left by an exception neve
 from functools import cached_property
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import torch
 
 from kvcache.attention import attend
+from kvcache.attention.arguments import ScoreOptions
 from kvcache.checks import check_bool, check_int, check_tensor
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.storage.packing import PackedTokens
@@ -32,6 +33,7 @@ class Step:
     Attributes:
         sequences: as given.
         num_tokens: how many new tokens each of them has.
+        reservations: what was reserved for each kind of layers.
     """
 
     def __init__(self, pool: "BlockPool", sequences: list[Sequence], tokens: list[TokenIds] | torch.Tensor) -> None:
@@ -45,7 +47,7 @@ class Step:
             {kind: [sequence.table(kind) for sequence in self.sequences] for kind in pool.spec.kinds},
             pool.device,
         )
-        self._reservations: dict[str, Reservation] = {}
+        self.reservations: dict[str, Reservation] = {}
         self._appended: set[int] = set()
         try:
             self._reserve()
@@ -59,11 +61,6 @@ class Step:
     def is_open(self) -> bool:
         """Whether the step is neither committed nor aborted."""
         return self.sequences[0].open_step is self
-
-    @property
-    def reservations(self) -> dict[str, Reservation]:
-        """What was reserved for each kind of layers."""
-        return self._reservations
 
     @cached_property
     @torch.inference_mode(False)
@@ -108,36 +105,15 @@ class Step:
 
     @overload
     def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scale: float | None = ...,
-        softcap: float | None = ...,
-        sink_logits: torch.Tensor | None = ...,
-        return_lse: Literal[False] = ...,
+        self, layer: int, q: torch.Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[ScoreOptions]
     ) -> torch.Tensor: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scale: float | None = ...,
-        softcap: float | None = ...,
-        sink_logits: torch.Tensor | None = ...,
-        return_lse: Literal[True],
+        self, layer: int, q: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[ScoreOptions]
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scale: float | None = ...,
-        softcap: float | None = ...,
-        sink_logits: torch.Tensor | None = ...,
-        return_lse: bool,
+        self, layer: int, q: torch.Tensor, *, return_lse: bool, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
     def attend(
         self,
@@ -190,8 +166,9 @@ class Step:
                 self._packing.groups, self._packing.sources(spec.kind), strict=True
             )
         ]
-        output, lse = (self._packing.packed(parts) for parts in zip(*results, strict=True))
-        return (output, lse) if return_lse else output
+        outputs, lses = zip(*results, strict=True)
+        output = self._packing.packed(outputs)
+        return (output, self._packing.packed(lses)) if return_lse else output
 
     def commit(self, keep: list[int] | None = None) -> None:
         """Let the new tokens belong to their sequences; windows give back the blocks that they have left.
@@ -208,7 +185,7 @@ class Step:
         if missing := sorted(set(range(len(self.pool.stores))) - self._appended):
             raise InvalidValueError(f"layers {missing} are not appended; expected every layer before the commit")
         kept = self._check_keep(keep)
-        for reservation in self._reservations.values():
+        for reservation in self.reservations.values():
             reservation.settle()
         self._close()
         for sequence, ids, count in zip(self.sequences, self._ids, kept, strict=True):
@@ -245,15 +222,15 @@ class Step:
         pool = self.pool
         for kind in pool.spec.kinds:
             requests = zip(self._packing.tables[kind], self._packing.lengths, self.num_tokens, strict=True)
-            self._reservations[kind] = Reservation(kind, requests)
-        for kind, reservation in self._reservations.items():
+            self.reservations[kind] = Reservation(kind, requests)
+        for kind, reservation in self.reservations.items():
             if reservation.copies:
                 sources, targets = zip(*reservation.copies, strict=True)
                 for layer in pool.spec.kinds[kind]:
                     pool.stores[layer].copy_blocks(sources, targets)
 
     def _undo(self) -> None:
-        for reservation in self._reservations.values():
+        for reservation in self.reservations.values():
             reservation.undo()
 
     def _close(self) -> None:

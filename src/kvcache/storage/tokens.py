@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvcache.checks import check_shape, dtype_name
+from kvcache.checks import check_integers, check_shape
 from kvcache.errors import InvalidTypeError, InvalidValueError
 
 TokenIds = Iterable[int] | torch.Tensor
@@ -28,8 +28,7 @@ def check_tokens(tokens: Any, num_sequences: int) -> "list[array[int]]":
 def check_token_ids(name: str, ids: Any) -> "array[int]":
     """Return a list, range or 1-D integer tensor (or array) of at least one id as int64."""
     if isinstance(ids, torch.Tensor):
-        if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-            raise InvalidTypeError(f"{name} has dtype {dtype_name(ids.dtype)}; expected integers")
+        check_integers(name, ids, "(T,)")
         check_shape(name, tuple(ids.shape), (None,), "(T,)")
         ids = ids.tolist()
     if isinstance(ids, str) or not isinstance(ids, Iterable):

@@ -111,6 +111,7 @@ def attend(
     )
     with without_autocast(arguments.q.device):
         if sdpa_applies(arguments):
-            return sdpa_attention(arguments)
-        output, lse = reference_attention(arguments)
-    return (output, lse) if return_lse else output
+            output, lse = sdpa_attention(arguments)
+        else:
+            output, lse = reference_attention(arguments)
+    return output if lse is None or not return_lse else (output, lse)

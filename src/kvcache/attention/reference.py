@@ -8,8 +8,8 @@ import torch
 
 from kvcache.attention.arguments import AttentionArguments
 from kvcache.attention.encoded import Store, decode_data, stored_data
+from kvcache.attention.gather import check_entries
 from kvcache.attention.visibility import visible_slots
-from kvcache.errors import InvalidValueError
 
 
 def reference_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,10 +55,7 @@ def _rows(store: Store, block_table: torch.Tensor | None, seen: torch.Tensor, dt
     if block_table is not None:
         num_blocks, _, block_size, _ = data.shape
         needed = seen.view(*block_table.shape, block_size).any(dim=-1)  # (B, M)
-        outside = needed & ((block_table < 0) | (block_table >= num_blocks))
-        if outside.any():
-            bad = int(block_table[outside][0])
-            raise InvalidValueError(f"block_table holds {bad}; expected a block in [0, {num_blocks})")
+        check_entries(block_table[needed], num_blocks)
         if num_blocks == 0:  # then none is needed
             data = data.new_zeros(1, *data.shape[1:])
         blocks = data[block_table.where(needed, 0)]  # (B, M, Hkv, block_size, anything)

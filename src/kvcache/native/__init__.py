@@ -1,0 +1,35 @@
+"""The CPU kernels: the C++ beside this file, compiled when the package is installed, and whether they are there.
+
+They take pointers, sizes and strides, so that one build serves every release of torch.
+"""
+
+import warnings
+from functools import cache
+from types import ModuleType
+
+import torch
+
+# After torch, whose OpenMP runtime the kernels then share, and with it the number of threads.
+kernels: ModuleType | None
+try:
+    from kvcache.native import _kernels as kernels
+
+    missing_because = ""
+except ImportError as error:
+    kernels = None
+    missing_because = str(error)
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4}
+"""What the kernels call the floating dtypes and the codecs."""
+
+
+@cache
+def warn_that_kernels_are_missing() -> None:
+    """Say once what is slow and how to mend it."""
+    warnings.warn(
+        f"kvcache's native CPU kernels are not there ({missing_because}), so PyTorch's attention is used, which is "
+        "several times slower over blocks and encoded rows. With a C++ compiler (GCC or Clang) installed, "
+        "`pip install --force-reinstall --no-cache-dir --no-deps torch-kvcache` builds them; without "
+        "--no-cache-dir pip may take the wheel that it built before, without them.",
+        stacklevel=2,
+    )

@@ -1,0 +1,104 @@
+// One attention call as the kernels take it, and the plan of its work, which is the same for every instruction set.
+#pragma once
+
+#include <cstdint>
+
+namespace kvcache {
+
+enum class Format : int { Float32, BFloat16, Float16, Int8, Int4 };
+
+// Keys or values in blocks: slot j of a sequence is row j % block_size of one of its blocks. Strides are in bytes.
+struct Store {
+  const char* data;
+  Format format;
+  int head_dim;
+  int64_t block_stride, head_stride, row_stride;
+  int64_t row_size;
+};
+
+// In elements.
+struct Strides {
+  int64_t batch, head, token;
+};
+
+struct Attention {
+  const void* q;
+  Format q_format;  // a float format, the output's too
+  Strides q_strides;
+  Store k, v;
+  int batch, heads, kv_heads, queries;
+  int group;  // query heads of a key/value head
+  int64_t block_size, num_blocks, num_slots;
+  const int64_t* table;    // (B, M) block ids, or null: sequence b is block b
+  int64_t table_stride;    // in entries
+  const int64_t* lengths;  // (B,) or null: num_slots
+  const int64_t* starts;   // (B,) or null: 0
+  int64_t window;          // 0: all
+  int64_t sinks;
+  float scale, softcap;      // softcap 0: none
+  const float* sink_logits;  // (H,) or null
+  void* out;
+  Strides out_strides;
+  float* lse;  // or null
+  Strides lse_strides;
+  int threads;
+};
+
+// Some queries of one sequence: those of the tokens [first_token, first_token + tokens) and of all heads.
+struct Work {
+  int sequence, first_token, tokens;
+  int64_t slot;   // where the first of these tokens sits; the next ones follow
+  int64_t start;  // the first slot that may be seen
+  int first_part, parts;
+};
+
+// Slots [begin, end) that some query of a work sees.
+struct Part {
+  int work;
+  int64_t begin, end;
+};
+
+// Each part is attended for itself and the results of a work's parts are merged by their log-sum-exp. Parts depend on
+// the sequence's slots alone, so a result depends neither on the number of threads nor on the rest of the batch.
+struct Plan {
+  const Work* works;
+  const Part* parts;
+  int num_works, num_parts;
+  int tile;              // slots whose scores are computed together
+  int heads_together;    // key/value heads that one thread takes through a part side by side
+  int threads;           // that are worth starting
+  int64_t state_size;    // floats that a part keeps for each key/value head
+  int64_t scratch_size;  // floats that a thread needs
+  float* states;         // num_parts x kv_heads x state_size
+  float* scratch;        // threads x scratch_size
+};
+
+// What it points to stays until the next plan of the same thread. Throws std::out_of_range where lengths, starts or the
+// table name slots or blocks that do not exist.
+Plan make_plan(const Attention&);
+
+constexpr int QUERY_TOKENS = 8;   // tokens whose queries share one reading of the keys and values
+constexpr int PANEL = 4;          // query rows that are worked on at a time
+constexpr int MAX_TILE = 64;
+constexpr int PADDING = 32;       // head sizes are padded to a multiple of this in scratch memory
+constexpr int LANES = 16;         // at least as many as a vector has
+constexpr int MAX_HEAD_DIM = 512;
+
+namespace {  // a copy for each instruction set
+constexpr int padded(int head_dim) { return (head_dim + PADDING - 1) / PADDING * PADDING; }
+// Of a panel: the weighted sum of values for each row, then the rows' greatest scores and their sums of weights.
+constexpr int64_t panel_size(int v_head_dim) { return PANEL * padded(v_head_dim) + 2 * LANES; }
+}  // namespace
+
+// The kernel, compiled for each instruction set.
+namespace portable {
+void attend(const Attention&, const Plan&);
+}
+namespace avx2 {
+void attend(const Attention&, const Plan&);
+}
+namespace avx512 {
+void attend(const Attention&, const Plan&);
+}
+
+}  // namespace kvcache

@@ -89,7 +89,7 @@ def check_device(name: str, device: Any) -> torch.device:
 
 def check_floating(name: str, dtype: Any) -> None:
     """Check that the array `name` has one of `FLOATING_DTYPES`, of whatever library."""
-    if dtype_name(dtype) not in FLOATING_NAMES:
+    if dtype not in FLOATING_DTYPES and dtype_name(dtype) not in FLOATING_NAMES:
         raise InvalidTypeError(f"{name} has dtype {dtype_name(dtype)}; expected one of {', '.join(FLOATING_NAMES)}")
 
 
@@ -106,9 +106,12 @@ def check_range(name: str, values: torch.Tensor, low: int, high: int | None = No
 
 def check_shape(name: str, actual: Sequence[int], expected: Sequence[int | None], letters: str) -> None:
     """Check that `actual` has the sizes of `expected` (None: any size); `letters` names them in the error."""
-    same_rank = len(actual) == len(expected)
-    if same_rank and all(want in (None, have) for have, want in zip(actual, expected, strict=True)):
-        return
+    if len(actual) == len(expected):
+        for have, want in zip(actual, expected, strict=True):  # a loop: this is on the way of every token
+            if want is not None and want != have:
+                break
+        else:
+            return
     wanted = ", ".join("any" if size is None else str(size) for size in expected)
     raise InvalidValueError(f"{name} has shape {tuple(actual)}; expected {letters} = ({wanted})")
 
@@ -128,7 +131,7 @@ def check_tensor(
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidTypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {letters}")
-    check_shape(name, tuple(tensor.shape), shape, letters)
+    check_shape(name, tensor.shape, shape, letters)
     check_floating(name, tensor.dtype)
     if device is not None:
         check_on_device(name, tensor.device, device)
@@ -158,5 +161,5 @@ def check_int_tensor(
         if tensor.numel() == 0:
             tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own
     check_integers(name, tensor, letters)
-    check_shape(name, tuple(tensor.shape), shape, letters)
+    check_shape(name, tensor.shape, shape, letters)
     return tensor.to(torch.int64)

@@ -64,6 +64,14 @@ class AttentionArguments:
     num_slots: int  # S: how many slots a sequence has, valid or not
 
     @property
+    def needs_gradient(self) -> bool:
+        """Whether a gradient flows from the output to an input."""
+        if not torch.is_grad_enabled():
+            return False
+        tensors = (self.q, self.k, self.v, self.sink_logits)
+        return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """float64 if any input is, else float32: 16-bit inputs are computed in float32 and rounded once."""
         dtypes = (self.q.dtype, decoded_dtype(self.k), decoded_dtype(self.v))
@@ -85,7 +93,7 @@ def check_arguments(
     sink_logits: torch.Tensor | None,
     return_lse: bool,
 ) -> AttentionArguments:
-    """Check everything `attend` is given; see there for the meaning of each argument."""
+    """Check everything `attend` is given but the numbers in tensors; see there for the meaning of each argument."""
     check_tensor("q", q, (None, None, None, None), "(B, H, T, D)")
     batch, heads, _, head_dim = q.shape
     if head_dim == 0:
@@ -105,10 +113,8 @@ def check_arguments(
     length_tensor = start_tensor = None
     if lengths is not None:
         length_tensor = check_int_tensor("lengths", lengths, (batch,), "(B,)", q.device)
-        check_range("lengths", length_tensor, 0, num_slots)
     if starts is not None:
         start_tensor = check_int_tensor("starts", starts, (batch,), "(B,)", q.device)
-        check_range("starts", start_tensor, 0)
     if window is not None:
         window = min(check_int("window", window, minimum=1), num_slots)  # no more can be seen
     sinks = min(check_int("sinks", sinks, minimum=0), num_slots)
@@ -123,6 +129,14 @@ def check_arguments(
     return AttentionArguments(
         q, k, v, table, length_tensor, start_tensor, window, sinks, scale, softcap, sink_logits, return_lse, num_slots
     )
+
+
+def check_ranges(arguments: AttentionArguments) -> None:
+    """Check the numbers in `lengths` and `starts`, for who does not check them where they are read."""
+    if arguments.lengths is not None:
+        check_range("lengths", arguments.lengths, 0, arguments.num_slots)
+    if arguments.starts is not None:
+        check_range("starts", arguments.starts, 0)
 
 
 def _check_store(name: str, store: Any, shape: Sequence[int | None], letters: str, device: torch.device) -> None:

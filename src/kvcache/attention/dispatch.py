@@ -4,7 +4,8 @@ from typing import Literal, Unpack, overload
 
 import torch
 
-from kvcache.attention.arguments import AttentionOptions, IntTensorLike, check_arguments
+from kvcache.attention.arguments import AttentionOptions, IntTensorLike, check_arguments, check_ranges
+from kvcache.attention.cpu import kernel_applies, kernel_attention
 from kvcache.attention.encoded import Store
 from kvcache.attention.reference import reference_attention
 from kvcache.attention.sdpa import sdpa_applies, sdpa_attention
@@ -83,8 +84,9 @@ def attend(
         (float64), which is -inf where nothing is seen and there are no sink logits. Slots that no query sees are
         never read into the result, whatever they hold. The result is differentiable where inputs require it.
 
-    Plain attention, ragged and padded batches included, runs through PyTorch's SDPA. Block tables, sinks, softcap,
-    sink logits, the log-sum-exp and Dv != D take a slower path in plain PyTorch.
+    On a CPU a few new tokens (T <= 8) are served by the native kernel, which reads keys and values once, as they are
+    stored; more by PyTorch's SDPA in parts that need no mask of T x S. Inputs that require gradients, float64 with
+    softcap, and other devices go through PyTorch: SDPA where its options suffice, else plain operations, more slowly.
 
     Raises:
         InvalidValueError: a shape, size, device or value does not fit; the message names the argument.
@@ -109,6 +111,10 @@ def attend(
         sink_logits=sink_logits,
         return_lse=return_lse,
     )
+    if kernel_applies(arguments):
+        output, lse = kernel_attention(arguments)
+        return output if lse is None else (output, lse)
+    check_ranges(arguments)
     with without_autocast(arguments.q.device):
         if sdpa_applies(arguments):
             output, lse = sdpa_attention(arguments)

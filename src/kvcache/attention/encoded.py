@@ -14,6 +14,10 @@ class EncodedStore(Protocol):
         """What is kept: (N, Hkv, S, anything)."""
 
     @property
+    def codec_name(self) -> str:
+        """How rows are kept, by the codec's name."""
+
+    @property
     def shape(self) -> torch.Size:
         """The shape (N, Hkv, S, head size) of the decoded rows."""
 

@@ -54,11 +54,7 @@ def _with_positive_scale(arguments: AttentionArguments) -> AttentionArguments:
 
 def _by_parts(arguments: AttentionArguments) -> bool:
     """Whether the CPU kernel can be used that also gives the log-sum-exp, which has no gradient."""
-    tensors = (arguments.q, arguments.k, arguments.v, arguments.sink_logits)
-    needs_gradient = torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    )
-    return arguments.q.device.type == "cpu" and not needs_gradient and has_flash()
+    return arguments.q.device.type == "cpu" and not arguments.needs_gradient and has_flash()
 
 
 def _common_dtype(arguments: AttentionArguments) -> torch.dtype:

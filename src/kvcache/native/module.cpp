@@ -38,6 +38,13 @@ const std::vector<InstructionSet>& instruction_sets() {
   return sets;
 }
 
+// The fastest, but for head sizes that would leave half of the widest vectors empty.
+const InstructionSet& best_for(int k_dim, int v_dim) {
+  const auto& sets = instruction_sets();
+  const bool fills = k_dim % PADDING == 0 && v_dim % PADDING == 0;
+  return fills || sets.size() < 3 ? sets.back() : sets[sets.size() - 2];
+}
+
 std::vector<std::string> names() {
   std::vector<std::string> result;
   for (const InstructionSet& set : instruction_sets()) result.push_back(set.name);
@@ -96,8 +103,9 @@ void attend(int instruction_set, uintptr_t q, int q_format, int64_t q_batch, int
                                reinterpret_cast<float*>(lse),
                                {lse_batch, lse_head, lse_token},
                                threads};
+  const InstructionSet& set = instruction_set < 0 ? best_for(k_dim, v_dim) : instruction_sets().at(instruction_set);
   nb::gil_scoped_release released;
-  instruction_sets()[instruction_set].attend(attention, make_plan(attention));
+  set.attend(attention, make_plan(attention));
 }
 
 }  // namespace

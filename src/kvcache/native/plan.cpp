@@ -35,8 +35,10 @@ thread_local std::vector<float> memory;
 void add_parts(const Attention& a, int64_t begin, int64_t end) {
   if (begin >= end) return;
   check_blocks(a, works.back().sequence, begin, end);
-  for (int64_t slot = begin; slot < end; slot = (slot / PART + 1) * PART)
-    parts.push_back({int(works.size()) - 1, slot, std::min(end, (slot / PART + 1) * PART)});
+  // Many queries are enough works for all threads, and each part costs memory for its results.
+  const int64_t size = a.queries > QUERY_TOKENS ? end : PART;
+  for (int64_t slot = begin; slot < end; slot = (slot / size + 1) * size)
+    parts.push_back({int(works.size()) - 1, slot, std::min(end, (slot / size + 1) * size)});
 }
 
 float* aligned_floats(int64_t count) {
@@ -72,7 +74,7 @@ Plan make_plan(const Attention& a) {
   // Short runs of memory are read at half the speed, so with small blocks all heads of a block are read together.
   const bool long_runs = a.block_size * a.k.row_size >= LONG_RUN;
   plan.heads_together = long_runs ? 1 : a.kv_heads;
-  const int64_t block_size = std::min<int64_t>(a.block_size, MAX_TILE);
+  const int64_t block_size = std::max<int64_t>(1, std::min<int64_t>(a.block_size, MAX_TILE));
   plan.tile = int(block_size * std::max<int64_t>(1, (long_runs ? MAX_TILE : 16) / block_size));
 
   int64_t slots = 0;

@@ -152,6 +152,11 @@ class EncodedRows:
     head_dim: int
 
     @property
+    def codec_name(self) -> str:
+        """The codec's name."""
+        return self.codec.name
+
+    @property
     def shape(self) -> torch.Size:
         """The shape of the decoded rows."""
         return torch.Size((*self.data.shape[:-1], self.head_dim))

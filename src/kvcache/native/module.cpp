@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "append.hpp"
 #include "attention.hpp"
 
 namespace nb = nanobind;
@@ -13,24 +14,23 @@ using namespace kvcache;
 
 namespace {
 
-using Kernel = void (*)(const Attention&, const Plan&);
-
 struct InstructionSet {
   const char* name;
-  Kernel attend;
+  void (*attend)(const Attention&, const Plan&);
+  void (*append)(const Append&);
 };
 
 // What this processor can run, the fastest last.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> sets = [] {
-    std::vector<InstructionSet> found = {{"portable", portable::attend}};
+    std::vector<InstructionSet> found = {{"portable", portable::attend, portable::append}};
 #if defined(KVCACHE_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-      found.push_back({"avx2", avx2::attend});
+      found.push_back({"avx2", avx2::attend, avx2::append});
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        found.push_back({"avx512", avx512::attend});
+        found.push_back({"avx512", avx512::attend, avx512::append});
     }
 #endif
     return found;
@@ -63,31 +63,46 @@ int64_t row_size(Format format, int64_t head_dim) {
   return 0;
 }
 
-Store make_store(uintptr_t data, int format, int head_dim, int64_t block, int64_t head, int64_t row) {
-  const Format f = Format(format);
-  return {reinterpret_cast<const char*>(data), f, head_dim, block, head, row, row_size(f, head_dim)};
+// Sizes and strides come as torch gives them, tuples in elements.
+int64_t at(const nb::tuple& sizes, int i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i)); }
+
+int64_t element_size(Format format) {
+  return format == Format::Float32 ? 4 : format == Format::BFloat16 || format == Format::Float16 ? 2 : 1;
 }
 
-void attend(int instruction_set, uintptr_t q, int q_format, int64_t q_batch, int64_t q_head, int64_t q_token,
-            uintptr_t k, int k_format, int k_dim, int64_t k_block, int64_t k_head, int64_t k_row,  //
-            uintptr_t v, int v_format, int v_dim, int64_t v_block, int64_t v_head, int64_t v_row,  //
-            int batch, int heads, int kv_heads, int queries, int64_t block_size, int64_t num_blocks, int64_t num_slots,
-            uintptr_t table, int64_t table_stride, uintptr_t lengths, uintptr_t starts, int64_t window, int64_t sinks,
-            float scale, float softcap, uintptr_t sink_logits,  //
-            uintptr_t out, int64_t out_batch, int64_t out_head, int64_t out_token,  //
-            uintptr_t lse, int64_t lse_batch, int64_t lse_head, int64_t lse_token, int threads) {
+Store make_store(uintptr_t data, int format, int64_t head_dim, const nb::tuple& strides) {
+  const Format f = Format(format);
+  const int64_t size = element_size(f);
+  return {reinterpret_cast<const char*>(data),
+          f,
+          int(head_dim),
+          at(strides, 0) * size,
+          at(strides, 1) * size,
+          at(strides, 2) * size,
+          row_size(f, head_dim)};
+}
+
+// The output (B, H, T, Dv) and the log-sum-exp (B, H, T) are contiguous; addresses may be 0 where a thing is not given.
+void attend(int instruction_set, uintptr_t q, int q_format, const nb::tuple& q_shape, const nb::tuple& q_strides,
+            uintptr_t k, int k_format, const nb::tuple& k_shape, const nb::tuple& k_strides,  //
+            uintptr_t v, int v_format, const nb::tuple& v_strides, int v_dim,                 //
+            uintptr_t table, int64_t table_stride, int64_t num_slots, uintptr_t lengths, uintptr_t starts,
+            int64_t window, int64_t sinks, float scale, float softcap, uintptr_t sink_logits,  //
+            uintptr_t out, uintptr_t lse, int threads) {
+  const int64_t heads = at(q_shape, 1), queries = at(q_shape, 2), kv_heads = at(k_shape, 1);
+  const int k_dim = int(at(q_shape, 3));
   const Attention attention = {reinterpret_cast<const void*>(q),
                                Format(q_format),
-                               {q_batch, q_head, q_token},
-                               make_store(k, k_format, k_dim, k_block, k_head, k_row),
-                               make_store(v, v_format, v_dim, v_block, v_head, v_row),
-                               batch,
-                               heads,
-                               kv_heads,
-                               queries,
-                               heads / kv_heads,
-                               block_size,
-                               num_blocks,
+                               {at(q_strides, 0), at(q_strides, 1), at(q_strides, 2)},
+                               make_store(k, k_format, k_dim, k_strides),
+                               make_store(v, v_format, v_dim, v_strides),
+                               int(at(q_shape, 0)),
+                               int(heads),
+                               int(kv_heads),
+                               int(queries),
+                               int(heads / kv_heads),
+                               at(k_shape, 2),
+                               at(k_shape, 0),
                                num_slots,
                                reinterpret_cast<const int64_t*>(table),
                                table_stride,
@@ -99,13 +114,37 @@ void attend(int instruction_set, uintptr_t q, int q_format, int64_t q_batch, int
                                softcap,
                                reinterpret_cast<const float*>(sink_logits),
                                reinterpret_cast<void*>(out),
-                               {out_batch, out_head, out_token},
+                               {heads * queries * v_dim, queries * v_dim, v_dim},
                                reinterpret_cast<float*>(lse),
-                               {lse_batch, lse_head, lse_token},
+                               {heads * queries, queries, 1},
                                threads};
   const InstructionSet& set = instruction_set < 0 ? best_for(k_dim, v_dim) : instruction_sets().at(instruction_set);
   nb::gil_scoped_release released;
   set.attend(attention, make_plan(attention));
+}
+
+void append(int instruction_set, uintptr_t k, int k_format, int64_t k_batch, int64_t k_head, int64_t k_token,
+            uintptr_t v, int v_format, int64_t v_batch, int64_t v_head, int64_t v_token,  //
+            uintptr_t k_data, int k_kept, int k_dim, int64_t k_block, int64_t k_block_head, int64_t k_row,
+            uintptr_t v_data, int v_kept, int v_dim, int64_t v_block, int64_t v_block_head, int64_t v_row,
+            int64_t batch, int64_t heads, int64_t tokens,  //
+            uintptr_t blocks, uintptr_t rows, int64_t start, int threads) {
+  const Append append = {
+      {reinterpret_cast<const char*>(k), Format(k_format), {k_batch, k_head, k_token}},
+      {reinterpret_cast<const char*>(v), Format(v_format), {v_batch, v_head, v_token}},
+      {reinterpret_cast<char*>(k_data), Format(k_kept), k_dim, k_block, k_block_head, k_row},
+      {reinterpret_cast<char*>(v_data), Format(v_kept), v_dim, v_block, v_block_head, v_row},
+      batch,
+      heads,
+      tokens,
+      reinterpret_cast<const int64_t*>(blocks),
+      reinterpret_cast<const int64_t*>(rows),
+      start,
+      threads};
+  const auto& sets = instruction_sets();
+  const InstructionSet& set = instruction_set < 0 ? sets.back() : sets.at(instruction_set);
+  nb::gil_scoped_release released;
+  set.append(append);
 }
 
 }  // namespace
@@ -113,4 +152,5 @@ void attend(int instruction_set, uintptr_t q, int q_format, int64_t q_batch, int
 NB_MODULE(_kernels, m) {
   m.attr("INSTRUCTION_SETS") = names();
   m.def("attend", attend);
+  m.def("append", append);
 }

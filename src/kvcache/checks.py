@@ -89,7 +89,7 @@ def check_device(name: str, device: Any) -> torch.device:
 
 def check_floating(name: str, dtype: Any) -> None:
     """Check that the array `name` has one of `FLOATING_DTYPES`, of whatever library."""
-    if dtype not in FLOATING_DTYPES and dtype_name(dtype) not in FLOATING_NAMES:
+    if dtype_name(dtype) not in FLOATING_NAMES:
         raise InvalidTypeError(f"{name} has dtype {dtype_name(dtype)}; expected one of {', '.join(FLOATING_NAMES)}")
 
 
@@ -107,8 +107,8 @@ def check_range(name: str, values: torch.Tensor, low: int, high: int | None = No
 def check_shape(name: str, actual: Sequence[int], expected: Sequence[int | None], letters: str) -> None:
     """Check that `actual` has the sizes of `expected` (None: any size); `letters` names them in the error."""
     if len(actual) == len(expected):
-        for have, want in zip(actual, expected, strict=True):  # a loop: this is on the way of every token
-            if want is not None and want != have:
+        for have, want in zip(actual, expected):  # noqa: B905  # a plain loop: every token passes here many times
+            if have != want and want is not None:
                 break
         else:
             return
@@ -132,14 +132,17 @@ def check_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise InvalidTypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {letters}")
     check_shape(name, tensor.shape, shape, letters)
-    check_floating(name, tensor.dtype)
-    if device is not None:
+    if tensor.dtype not in FLOATING_DTYPES:
+        check_floating(name, tensor.dtype)
+    if device is not None and tensor.device != device:
         check_on_device(name, tensor.device, device)
     return tensor
 
 
 def check_integers(name: str, tensor: torch.Tensor, letters: str) -> None:
     """Check that the tensor's dtype is one of integers (not bool)."""
+    if tensor.dtype == torch.int64:
+        return
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise InvalidTypeError(f"{name} has dtype {dtype_name(tensor.dtype)}; expected integers {letters}")
 
@@ -162,4 +165,4 @@ def check_int_tensor(
             tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own
     check_integers(name, tensor, letters)
     check_shape(name, tensor.shape, shape, letters)
-    return tensor.to(torch.int64)
+    return tensor if tensor.dtype == torch.int64 else tensor.to(torch.int64)

@@ -1,8 +1,7 @@
 """The arguments of one attention call, checked once, in the form that every kernel takes."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -18,6 +17,9 @@ from kvcache.checks import (
     check_tensor,
 )
 from kvcache.errors import InvalidTypeError, InvalidValueError
+
+K_LETTERS = "(B, Hkv, S, D)", "(num_blocks, Hkv, block_size, D)"  # without a block table and with one
+V_LETTERS = "(B, Hkv, S, Dv)", "(num_blocks, Hkv, block_size, Dv)"
 
 IntTensorLike = torch.Tensor | Sequence[Any]
 
@@ -45,8 +47,7 @@ class AttentionOptions(CacheOptions, total=False):
     sinks: int
 
 
-@dataclass(frozen=True)
-class AttentionArguments:
+class AttentionArguments(NamedTuple):
     """What `attend` was asked for: shapes agree, values are in range, None means "not asked for"."""
 
     q: torch.Tensor  # (B, H, T, D)
@@ -66,10 +67,8 @@ class AttentionArguments:
     @property
     def needs_gradient(self) -> bool:
         """Whether a gradient flows from the output to an input."""
-        if not torch.is_grad_enabled():
-            return False
-        tensors = (self.q, self.k, self.v, self.sink_logits)
-        return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+        tensors = [x for x in (self.q, self.k, self.v, self.sink_logits) if isinstance(x, torch.Tensor)]
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -82,7 +81,6 @@ def check_arguments(
     q: torch.Tensor,
     k: Store,
     v: Store,
-    *,
     block_table: IntTensorLike | None,
     lengths: IntTensorLike | None,
     starts: IntTensorLike | None,
@@ -96,25 +94,21 @@ def check_arguments(
     """Check everything `attend` is given but the numbers in tensors; see there for the meaning of each argument."""
     check_tensor("q", q, (None, None, None, None), "(B, H, T, D)")
     batch, heads, _, head_dim = q.shape
+    device = q.device
     if head_dim == 0:
         raise InvalidValueError("q has head size D = 0; expected D >= 1")
-    if block_table is None:
-        _check_store("k", k, (batch, None, None, head_dim), "(B, Hkv, S, D)", q.device)
-        _check_store("v", v, (*k.shape[:3], None), "(B, Hkv, S, Dv)", q.device)
-        table = None
-        num_slots = k.shape[2]
-    else:
-        _check_store("k", k, (None, None, None, head_dim), "(num_blocks, Hkv, block_size, D)", q.device)
-        _check_store("v", v, (*k.shape[:3], None), "(num_blocks, Hkv, block_size, Dv)", q.device)
-        table = check_int_tensor("block_table", block_table, (batch, None), "(B, M)", q.device)
-        num_slots = table.shape[1] * k.shape[2]
-    check_head_groups(heads, k.shape[1])
-
-    length_tensor = start_tensor = None
+    paged = block_table is not None
+    _check_store("k", k, (None if paged else batch, None, None, head_dim), K_LETTERS[paged], device)
+    num_blocks, kv_heads, num_slots, _ = k.shape
+    _check_store("v", v, (num_blocks, kv_heads, num_slots, None), V_LETTERS[paged], device)
+    check_head_groups(heads, kv_heads)
+    if block_table is not None:
+        block_table = check_int_tensor("block_table", block_table, (batch, None), "(B, M)", device)
+        num_slots *= block_table.shape[1]
     if lengths is not None:
-        length_tensor = check_int_tensor("lengths", lengths, (batch,), "(B,)", q.device)
+        lengths = check_int_tensor("lengths", lengths, (batch,), "(B,)", device)
     if starts is not None:
-        start_tensor = check_int_tensor("starts", starts, (batch,), "(B,)", q.device)
+        starts = check_int_tensor("starts", starts, (batch,), "(B,)", device)
     if window is not None:
         window = min(check_int("window", window, minimum=1), num_slots)  # no more can be seen
     sinks = min(check_int("sinks", sinks, minimum=0), num_slots)
@@ -124,10 +118,10 @@ def check_arguments(
         if softcap <= 0:
             raise InvalidValueError(f"softcap is {softcap}; expected a number > 0")
     if sink_logits is not None:
-        check_tensor("sink_logits", sink_logits, (heads,), "(H,)", q.device)
+        check_tensor("sink_logits", sink_logits, (heads,), "(H,)", device)
     check_bool("return_lse", return_lse)
     return AttentionArguments(
-        q, k, v, table, length_tensor, start_tensor, window, sinks, scale, softcap, sink_logits, return_lse, num_slots
+        q, k, v, block_table, lengths, starts, window, sinks, scale, softcap, sink_logits, return_lse, num_slots
     )
 
 

@@ -5,6 +5,9 @@ pointers, so an eager call goes to it directly; under `torch.compile` the same c
 """
 
 import torch
+from torch import is_grad_enabled
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 
 from kvcache import native
 from kvcache.attention.arguments import AttentionArguments
@@ -14,67 +17,67 @@ from kvcache.errors import InvalidValueError
 FEW_QUERIES = 8  # that share one reading of the keys and values
 LARGEST_HEAD_DIM = 512
 BEST = -1  # of native.kernels.INSTRUCTION_SETS
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def kernel_applies(arguments: AttentionArguments) -> bool:
-    """Whether the kernel serves these arguments, and PyTorch does not serve them faster."""
-    q, k, v = arguments.q, stored_data(arguments.k), stored_data(arguments.v)
-    fits = (
-        q.device.type == "cpu"
-        and q.dtype in native.FORMATS
-        and _format(arguments.k) is not None
-        and _format(arguments.v) is not None
-        and max(arguments.k.shape[3], arguments.v.shape[3]) <= LARGEST_HEAD_DIM
-        and (arguments.q.shape[2] <= FEW_QUERIES or arguments.softcap is not None)
-        and q.numel() > 0
-        and v.shape[3] > 0
-        and not arguments.needs_gradient
-        and _have_memory(q, k, v)
-    )
-    if fits and native.kernels is None:
-        native.warn_that_kernels_are_missing()
-    return fits and native.kernels is not None
+def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return what the kernel computes, or None for arguments that it does not serve, or PyTorch serves faster.
 
-
-def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output (B, H, T, Dv) in q's dtype and, where it is asked for, the log-sum-exp (B, H, T) in float32.
+    Returns:
+        The output (B, H, T, Dv) in q's dtype and, where it is asked for, the log-sum-exp (B, H, T) in float32.
 
     Raises:
         InvalidValueError: `lengths`, `starts`, or an entry of the block table that is needed, is out of range.
     """
-    k, v = arguments.k, arguments.v
-    call = _attend_in_graph if torch.compiler.is_compiling() else _attend
+    q, k, v, block_table, lengths, starts, window, sinks, scale, softcap, sink_logits, return_lse, _ = arguments
+    k_format, v_format, v_head_dim = _format(k), _format(v), v.shape[3]
+    if (
+        k_format is None
+        or v_format is None
+        or q.dtype not in native.FORMATS
+        or not q.is_cpu
+        or (q.shape[2] > FEW_QUERIES and softcap is None)
+        or q.shape[3] > LARGEST_HEAD_DIM
+        or not 0 < v_head_dim <= LARGEST_HEAD_DIM
+        or q.numel() == 0
+        or (is_grad_enabled() and arguments.needs_gradient)
+    ):
+        return None
+    k_data, v_data = stored_data(k), stored_data(v)
+    in_graph = is_compiling()
+    if not in_graph and not _have_memory(q, k_data, v_data):
+        return None
+    if native.kernels is None:
+        native.warn_that_kernels_are_missing()
+        return None
+    call = _attend_in_graph if in_graph else _attend
     output, lse = call(
-        arguments.q,
-        stored_data(k),
-        stored_data(v),
-        _format(k),
-        _format(v),
-        k.shape[3],
-        v.shape[3],
-        arguments.block_table,
-        arguments.lengths,
-        arguments.starts,
-        arguments.window,
-        arguments.sinks,
-        arguments.scale,
-        arguments.softcap,
-        arguments.sink_logits,
-        arguments.return_lse,
+        q,
+        k_data,
+        v_data,
+        k_format,
+        v_format,
+        v_head_dim,
+        block_table,
+        lengths,
+        starts,
+        window,
+        sinks,
+        scale,
+        softcap,
+        sink_logits,
+        return_lse,
     )
-    return output, lse if arguments.return_lse else None
+    return output, lse if return_lse else None
 
 
 def _format(store: Store) -> int | None:
     return native.FORMATS.get(store.dtype if isinstance(store, torch.Tensor) else store.codec_name)
 
 
-def _have_memory(*tensors: torch.Tensor) -> bool:
+def _have_memory(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether these are plain tensors: not those of other modes and transforms, such as vmap, that have no address."""
-    if torch.compiler.is_compiling():
-        return True
-    plain = all(type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter for tensor in tensors)
-    return plain and torch._C._functorch.peek_interpreter_stack() is None
+    return type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN and peek_interpreter_stack() is None
 
 
 def _attend(
@@ -83,7 +86,76 @@ def _attend(
     v: torch.Tensor,
     k_format: int,
     v_format: int,
-    head_dim: int,
+    v_head_dim: int,
+    block_table: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    window: int | None,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    assert native.kernels is not None
+    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:  # rows that are not whole
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    batch, heads, queries, _ = q.shape
+    output = torch.empty(batch, heads, queries, v_head_dim, dtype=q.dtype)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32) if return_lse else None
+    num_slots, table_stride = k.shape[2], 0
+    if block_table is not None:
+        block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+        num_slots, table_stride = block_table.shape[1] * num_slots, block_table.stride(0)
+    if lengths is not None:
+        lengths = lengths.contiguous()
+    if starts is not None:
+        starts = starts.contiguous()
+    if sink_logits is not None:
+        sink_logits = sink_logits.detach().to(torch.float32).contiguous()
+    try:
+        native.kernels.attend(
+            BEST,
+            q.data_ptr(),
+            native.FORMATS[q.dtype],
+            q.shape,
+            q_strides,
+            k.data_ptr(),
+            k_format,
+            k.shape,
+            k_strides,
+            v.data_ptr(),
+            v_format,
+            v_strides,
+            v_head_dim,
+            0 if block_table is None else block_table.data_ptr(),
+            table_stride,
+            num_slots,
+            0 if lengths is None else lengths.data_ptr(),
+            0 if starts is None else starts.data_ptr(),
+            window or 0,
+            sinks,
+            scale,
+            softcap or 0.0,
+            0 if sink_logits is None else sink_logits.data_ptr(),
+            output.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            torch.get_num_threads(),
+        )
+    except IndexError as error:
+        raise InvalidValueError(str(error)) from None
+    return output, lse
+
+
+@torch.library.custom_op("kvcache::attend", mutates_args=())
+def _attend_in_graph(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_format: int,
+    v_format: int,
     v_head_dim: int,
     block_table: torch.Tensor | None,
     lengths: torch.Tensor | None,
@@ -95,65 +167,31 @@ def _attend(
     sink_logits: torch.Tensor | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (q, k, v))
-    batch, heads, queries, _ = q.shape
-    num_blocks, kv_heads, block_size, _ = k.shape
-    output, lse = _results(q, v_head_dim, return_lse)
-    num_slots, table, table_stride = block_size, 0, 0
-    if block_table is not None:
-        block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-        num_slots, table, table_stride = block_table.shape[1] * block_size, block_table.data_ptr(), block_table.stride(0)
-    if sink_logits is not None:
-        sink_logits = sink_logits.detach().to(torch.float32).contiguous()
-    lengths, starts = _contiguous(lengths), _contiguous(starts)
-    k_item, v_item = k.element_size(), v.element_size()
-    k_block, k_head, k_row, _ = k.stride()
-    v_block, v_head, v_row, _ = v.stride()
-    assert native.kernels is not None
-    try:
-        native.kernels.attend(
-            BEST,
-            q.data_ptr(),
-            native.FORMATS[q.dtype],
-            *q.stride()[:3],
-            *(k.data_ptr(), k_format, head_dim, k_block * k_item, k_head * k_item, k_row * k_item),
-            *(v.data_ptr(), v_format, v_head_dim, v_block * v_item, v_head * v_item, v_row * v_item),
-            *(batch, heads, kv_heads, queries, block_size, num_blocks, num_slots, table, table_stride),
-            0 if lengths is None else lengths.data_ptr(),
-            0 if starts is None else starts.data_ptr(),
-            0 if window is None else window,
-            sinks,
-            scale,
-            0.0 if softcap is None else softcap,
-            0 if sink_logits is None else sink_logits.data_ptr(),
-            output.data_ptr(),
-            *output.stride()[:3],
-            lse.data_ptr(),
-            *lse.stride(),
-            torch.get_num_threads(),
-        )
-    except IndexError as error:
-        raise InvalidValueError(str(error)) from None
-    return output, lse
-
-
-def _results(q: torch.Tensor, v_head_dim: int, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory for the output and the log-sum-exp, which is empty where nobody asks for it."""
-    batch, heads, queries, _ = q.shape
-    output = torch.empty(batch, heads, queries, v_head_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch if return_lse else 0, heads, queries, dtype=torch.float32, device=q.device)
-    return output, lse
-
-
-def _contiguous(numbers: torch.Tensor | None) -> torch.Tensor | None:
-    return None if numbers is None else numbers.contiguous()
-
-
-_attend_in_graph = torch.library.custom_op("kvcache::attend", _attend, mutates_args=())
+    """The same as one operation of a graph, which always returns two tensors."""
+    output, lse = _attend(
+        *(q, k, v, k_format, v_format, v_head_dim, block_table, lengths, starts),
+        *(window, sinks, scale, softcap, sink_logits, return_lse),
+    )
+    return output, output.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 @_attend_in_graph.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: object) -> tuple[torch.Tensor, torch.Tensor]:
-    v_head_dim, return_lse = options[3], options[-1]
-    assert isinstance(return_lse, bool)
-    return _results(q, v_head_dim, return_lse)  # type: ignore[arg-type]  # a size, which may be symbolic
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_format: int,
+    v_format: int,
+    v_head_dim: int,
+    block_table: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    window: int | None,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output = q.new_empty(*q.shape[:3], v_head_dim)
+    return output, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)

@@ -4,8 +4,14 @@ from typing import Literal, Unpack, overload
 
 import torch
 
-from kvcache.attention.arguments import AttentionOptions, IntTensorLike, check_arguments, check_ranges
-from kvcache.attention.cpu import kernel_applies, kernel_attention
+from kvcache.attention.arguments import (
+    AttentionArguments,
+    AttentionOptions,
+    IntTensorLike,
+    check_arguments,
+    check_ranges,
+)
+from kvcache.attention.cpu import kernel_attention
 from kvcache.attention.encoded import Store
 from kvcache.attention.reference import reference_attention
 from kvcache.attention.sdpa import sdpa_applies, sdpa_attention
@@ -98,26 +104,18 @@ def attend(
     tensor([2.0000, 2.5000])
     """
     arguments = check_arguments(
-        q,
-        k,
-        v,
-        block_table=block_table,
-        lengths=lengths,
-        starts=starts,
-        window=window,
-        sinks=sinks,
-        scale=scale,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        return_lse=return_lse,
+        q, k, v, block_table, lengths, starts, window, sinks, scale, softcap, sink_logits, return_lse
     )
-    if kernel_applies(arguments):
-        output, lse = kernel_attention(arguments)
-        return output if lse is None else (output, lse)
+    output, lse = _attend(arguments)
+    return output if lse is None or not return_lse else (output, lse)
+
+
+def _attend(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+    result = kernel_attention(arguments)
+    if result is not None:
+        return result
     check_ranges(arguments)
     with without_autocast(arguments.q.device):
         if sdpa_applies(arguments):
-            output, lse = sdpa_attention(arguments)
-        else:
-            output, lse = reference_attention(arguments)
-    return output if lse is None or not return_lse else (output, lse)
+            return sdpa_attention(arguments)
+        return reference_attention(arguments)

@@ -1,6 +1,5 @@
 """Attention through PyTorch's SDPA: on a CPU in parts, elsewhere through the public function."""
 
-from dataclasses import replace
 from functools import cache, reduce
 
 import torch
@@ -49,7 +48,7 @@ def _with_positive_scale(arguments: AttentionArguments) -> AttentionArguments:
     if scale >= smallest:
         return arguments
     sign, scale = (-1, -scale) if scale <= -smallest else (0, 1.0)
-    return replace(arguments, q=arguments.q * sign, scale=scale)
+    return arguments._replace(q=arguments.q * sign, scale=scale)
 
 
 def _by_parts(arguments: AttentionArguments) -> bool:

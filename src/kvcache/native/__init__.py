@@ -5,18 +5,17 @@ They take pointers, sizes and strides, so that one build serves every release of
 
 import warnings
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
 
-# After torch, whose OpenMP runtime the kernels then share, and with it the number of threads.
-kernels: ModuleType | None
+kernels: ModuleType | None = None
+missing_because = ""
 try:
-    from kvcache.native import _kernels as kernels
-
-    missing_because = ""
+    # After torch, whose OpenMP runtime the kernels then share, and with it the number of threads.
+    kernels = import_module("kvcache.native._kernels")
 except ImportError as error:
-    kernels = None
     missing_because = str(error)
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4}

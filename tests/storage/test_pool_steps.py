@@ -645,4 +645,4 @@ def test_what_a_step_made_in_inference_mode_serves_gradients_later():
         output = step.attend(0, q)
         output.sum().backward()
         assert q.grad is not None
-        assert torch.equal(output, expected)
+        assert_close(output, expected)  # the route with a gradient rounds otherwise

@@ -9,6 +9,7 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 kernels: ModuleType | None = None
 missing_because = ""
@@ -20,6 +21,14 @@ except ImportError as error:
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4}
 """What the kernels call the floating dtypes and the codecs."""
+
+
+def have_memory(*tensors: torch.Tensor) -> bool:
+    """Whether these are plain tensors: not those of other modes and transforms, such as vmap, that have no address."""
+    for tensor in tensors:  # a loop: this is on the way of every token
+        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+            return False
+    return peek_interpreter_stack() is None
 
 
 @cache

@@ -14,6 +14,7 @@ import torch
 
 from kvcache.attention.encoded import Store
 from kvcache.storage.codecs import Storage
+from kvcache.storage.native_append import append_rows, kernel_format
 from kvcache.storage.specs import LayerSpec
 
 
@@ -25,6 +26,7 @@ class BlockStore:
     ) -> None:
         self.layer = layer
         self.storage = storage
+        self.formats = kernel_format(storage.k), kernel_format(storage.v)
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             self.k, self.v = (
@@ -57,6 +59,29 @@ class BlockStore:
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys (..., D) and values (..., Dv), detached, as they are kept (..., width)."""
         return self.storage.k.encode(k.detach()), self.storage.v.encode(v.detach())
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        """Encode keys (num_blocks, Hkv, T, D) and values (..., Dv) into the T rows of each block from `start` on.
+
+        Shapes must be checked, and that the rows are there.
+        """
+        if not append_rows(self, k, v, start):
+            self.put(*self.encode(k, v), start)
+
+    def put(self, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        """Copy kept rows (num_blocks, Hkv, T, width) into the T rows of each block from `start` on."""
+        for blocks, rows in ((self.k, k), (self.v, v)):
+            blocks[:, :, start : start + rows.shape[2]].copy_(rows)
+
+    def scatter(self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """Encode keys (1, Hkv, N, D) and values (1, Hkv, N, Dv); token n goes to row `rows[n]` of block `blocks[n]`.
+
+        Shapes must be checked, and that the rows are there. `blocks` and `rows` are int64 (N,), contiguous.
+        """
+        if append_rows(self, k, v, 0, blocks, rows):
+            return
+        for target, source in zip((self.k, self.v), self.encode(k, v), strict=True):
+            target[blocks, :, rows] = source[0].transpose(0, 1)
 
     def decode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return kept rows as keys and values of `dtype`; themselves where nothing changes."""

@@ -86,8 +86,7 @@ class KVCache(LayerCache):
                 f"KVCache is full: {self._seq_len} of {self.max_seq_len} tokens stored, {k_new.shape[2]} more asked "
                 f"for; create it with max_seq_len >= {length}"
             )
-        for cache, rows in zip((self.k_cache, self.v_cache), self._store.encode(k_new, v_new), strict=True):
-            cache[:, :, self._seq_len : length].copy_(rows)
+        self._store.write(k_new, v_new, self._seq_len)
         self._seq_len = length
 
     def update(self, k_new: torch.Tensor, v_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,8 +118,7 @@ class KVCache(LayerCache):
                 f"the state has {k.shape[2]} rows after {seq_len} tokens; expected a row for each token and "
                 f"max_seq_len >= {seq_len}, which is {self.max_seq_len}"
             )
-        self.k_cache[:, :, :seq_len].copy_(k)
-        self.v_cache[:, :, :seq_len].copy_(v)
+        self._store.put(k, v, 0)
         self._seq_len = seq_len
 
     def _shorten(self, length: int) -> None:

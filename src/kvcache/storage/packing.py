@@ -94,7 +94,7 @@ class PackedTokens:
                 for table, length, count in zip(self.tables[kind], self.lengths, self.counts, strict=True)
                 for place in table.places(length, length + count)
             ]
-            self._targets[kind] = BlockRows(*torch.tensor(places, device=self.device).unbind(1))
+            self._targets[kind] = BlockRows(*torch.tensor(list(zip(*places, strict=True)), device=self.device))
         return self._targets[kind]
 
     @torch.inference_mode(False)

@@ -98,9 +98,7 @@ class Step:
         check_tensor("k", k, (*shape, k_dim), "(1, Hkv, N, D)", self.pool.device)
         check_tensor("v", v, (*shape, v_dim), "(1, Hkv, N, Dv)", self.pool.device)
         store = self.pool.stores[layer]
-        blocks, rows = self._packing.targets(spec.kind)
-        for target, source in zip((store.k, store.v), store.encode(k, v), strict=True):
-            target[blocks, :, rows] = source[0].transpose(0, 1)
+        store.scatter(k, v, *self._packing.targets(spec.kind))
         self._appended.add(layer)
 
     @overload

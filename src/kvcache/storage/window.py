@@ -7,7 +7,7 @@
 The ring holds `slack` tokens more than the window, so that this many can be rolled back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Self
 
 import torch
@@ -107,12 +107,14 @@ class SlidingWindowCache(LayerCache):
         length = self._seq_len + num_tokens
         first_visible = self._first_visible(self._seq_len)
         first = max(self._first, length - (self.window + self.slack))
-        k_new, v_new = self._store.encode(k_new, v_new)
         step = None
         if first_visible < first:  # the step's own queries see rows that the step itself pushes out of the store
+            kept_k, kept_v = self._store.encode(k_new, v_new)
             k, v = self._ordered(first_visible)
-            step = _Step(torch.cat([k, k_new], dim=2), torch.cat([v, v_new], dim=2), first_visible)
-        self._write(k_new, v_new, self._seq_len)
+            step = _Step(torch.cat([k, kept_k], dim=2), torch.cat([v, kept_v], dim=2), first_visible)
+            self._write(kept_k, kept_v, self._seq_len, self._store.put)
+        else:
+            self._write(k_new, v_new, self._seq_len, self._store.write)
         self._seq_len, self._first, self._step = length, first, step
 
     def update(self, k_new: torch.Tensor, v_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,8 +163,8 @@ class SlidingWindowCache(LayerCache):
                 f"state holds {k.shape[2]} rows; that does not fit seq_len = {seq_len}, window = {self.window}, "
                 f"sinks = {self.sinks}"
             )
-        self._write(k[:, :, :sinks], v[:, :, :sinks], 0)
-        self._write(k[:, :, sinks:], v[:, :, sinks:], first)
+        self._write(k[:, :, :sinks], v[:, :, :sinks], 0, self._store.put)
+        self._write(k[:, :, sinks:], v[:, :, sinks:], first, self._store.put)
         self._seq_len = seq_len
         self._first = max(first, self.sinks, seq_len - (self.window + self.slack))
         self._step = None
@@ -234,7 +236,13 @@ class SlidingWindowCache(LayerCache):
             yield slice(slot, slot + run)
             start += run
 
-    def _write(self, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+    def _write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        start: int,
+        store_at: Callable[[torch.Tensor, torch.Tensor, int], None],  # the store's `write` or `put`
+    ) -> None:
         """Store the rows of the positions from `start` on, but those that later ones among them push out."""
         stop = start + k.shape[2]
         ring_start = max(start, self.sinks, stop - (self.window + self.slack))
@@ -242,6 +250,5 @@ class SlidingWindowCache(LayerCache):
             for slots in self._slots(position, end):
                 run = slots.stop - slots.start
                 rows = slice(position - start, position - start + run)
-                self.k_cache[:, :, slots].copy_(k[:, :, rows])
-                self.v_cache[:, :, slots].copy_(v[:, :, rows])
+                store_at(k[:, :, rows], v[:, :, rows], slots.start)
                 position += run

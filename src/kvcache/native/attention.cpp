@@ -362,7 +362,7 @@ class Kernel {
       const float* q = queries + int64_t(first) * k_dim;
       float* greatest = state + PANEL * v_dim;
       if (decode_first) {
-        READERS[int(Format::Float32)].score[panel - 1]({(const char*)k_rows, k_dim * 4, slots, nullptr, 0, 0}, k_dim, q, k_dim, scores);
+        READERS[int(Format::Float32)].score[panel - 1]({(const char*)k_rows, k_dim * 4, slots, nullptr, 0, 0}, whole_pairs(a.k.head_dim), q, k_dim, scores);
       } else {
         for_runs(a.k, work, kv_head, begin, end, [&](Run run, int at) {
           run.ahead = address(a.v, work, kv_head, begin + at), run.ahead_stride = a.v.row_stride, run.ahead_size = a.v.row_size;
@@ -374,7 +374,7 @@ class Kernel {
       const auto apply = stride == 1 ? softmax<1> : stride == 2 ? softmax<2> : softmax<4>;
       apply(scores, slots * stride, greatest, greatest + LANES, state, panel, v_dim);
       if (decode_first) {
-        READERS[int(Format::Float32)].accumulate[panel - 1]({(const char*)v_rows, v_dim * 4, slots, nullptr, 0, 0}, v_dim, scores, state, v_dim);
+        READERS[int(Format::Float32)].accumulate[panel - 1]({(const char*)v_rows, v_dim * 4, slots, nullptr, 0, 0}, whole_pairs(a.v.head_dim), scores, state, v_dim);
       } else {
         for_runs(a.v, work, kv_head, begin, end, [&](Run run, int at) {
           if (at == 0) run.ahead = next_keys, run.ahead_stride = a.k.row_stride, run.ahead_size = a.k.row_size;

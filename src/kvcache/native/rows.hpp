@@ -18,7 +18,8 @@ constexpr int GROUP = 32;  // channels that share an offset and a step; a pair n
 static_assert(GROUP % PAIR == 0);
 
 
-inline int pairs_of(int head_dim) { return (head_dim + PAIR - 1) / PAIR; }
+// Channels of a row that is read pair by pair to its end.
+inline int whole_pairs(int head_dim) { return (head_dim + PAIR - 1) / PAIR * PAIR; }
 
 struct Float32 {
   static constexpr bool interleaved = false;

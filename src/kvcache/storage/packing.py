@@ -5,6 +5,7 @@ packed      a0  a1             b0       c0  c1          (1, heads, N, head size)
 groups      (a, c) with T = 2, (b) with T = 1           attention takes each group in one call
 """
 
+from array import array
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +19,8 @@ class Group(NamedTuple):
     """Sequences with equally many new tokens."""
 
     members: list[int]  # their places among the sequences
-    tokens: torch.Tensor  # (B, T), the places of their tokens among the N
+    num_new: int  # T
+    places: slice | torch.Tensor  # of their B * T tokens among the N
 
 
 class BlockRows(NamedTuple):
@@ -46,13 +48,11 @@ class PackedTokens:
     ) -> None:
         self.lengths = lengths
         self.counts = counts
+        self.num_tokens = sum(counts)
         self.tables = tables
         self.device = device
         self._targets: dict[str, BlockRows] = {}
         self._sources: dict[str, list[TableRows]] = {}
-
-    def __len__(self) -> int:
-        return sum(self.counts)
 
     @cached_property
     @torch.inference_mode(False)
@@ -60,7 +60,7 @@ class PackedTokens:
         """The position of each token in its sequence, int64 (1, N)."""
         counts, lengths = torch.tensor([self.counts, self.lengths], device=self.device)
         shifts: torch.Tensor = (lengths - (self.last + 1 - counts)).repeat_interleave(counts)
-        return (shifts + torch.arange(len(self), device=self.device)).unsqueeze(0)
+        return (shifts + torch.arange(self.num_tokens, device=self.device)).unsqueeze(0)
 
     @cached_property
     @torch.inference_mode(False)
@@ -69,57 +69,93 @@ class PackedTokens:
         return torch.tensor(list(accumulate(self.counts)), device=self.device) - 1
 
     @cached_property
-    @torch.inference_mode(False)
     def groups(self) -> list[Group]:
         """The sequences by their number of new tokens."""
-        firsts = [0, *accumulate(self.counts)]
         members: dict[int, list[int]] = {}
         for place, count in enumerate(self.counts):
             members.setdefault(count, []).append(place)
-        return [
-            Group(
-                places,
-                torch.tensor([[firsts[place]] for place in places], device=self.device)
-                + torch.arange(count, device=self.device),
-            )
-            for count, places in members.items()
-        ]
+        firsts = [0, *accumulate(self.counts)]
+        return [Group(places, count, self._places(firsts, places, count)) for count, places in members.items()]
 
-    @torch.inference_mode(False)
     def targets(self, kind: str) -> BlockRows:
         """Return where the new tokens' rows go in the layers of one kind."""
-        if kind not in self._targets:
-            places = [
-                place
-                for table, length, count in zip(self.tables[kind], self.lengths, self.counts, strict=True)
-                for place in table.places(length, length + count)
-            ]
-            self._targets[kind] = BlockRows(*torch.tensor(list(zip(*places, strict=True)), device=self.device))
-        return self._targets[kind]
+        found = self._targets.get(kind)
+        if found is None:
+            found = self._targets[kind] = self._find_targets(kind)
+        return found
 
-    @torch.inference_mode(False)
     def sources(self, kind: str) -> list[TableRows]:
         """Return what attention reads in the layers of one kind, for each group."""
-        if kind not in self._sources:
-            self._sources[kind] = [self._source(kind, group.members) for group in self.groups]
-        return self._sources[kind]
+        found = self._sources.get(kind)
+        if found is None:
+            found = self._sources[kind] = [self._find_sources(kind, group.members) for group in self.groups]
+        return found
 
-    def packed(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def unpacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return what (1, H, N, D) holds for each group, as (B, H, T, D): views where its tokens stand together."""
+        parts = []
+        for members, num_new, places in self.groups:
+            part = rows if len(self.groups) == 1 else rows[:, :, places]
+            if num_new == 1:
+                part = part.transpose(0, 2)
+            elif len(members) > 1:
+                _, heads, _, head_dim = part.shape
+                part = part.view(heads, len(members), num_new, head_dim).transpose(0, 1)
+            parts.append(part)
+        return parts
+
+    def packed(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return the groups' results (B, H, T, ...) in the order of the tokens, (1, H, N, ...)."""
-        return torch.cat([part.transpose(0, 1).flatten(1, 2) for part in parts], dim=1)[:, self._order].unsqueeze(0)
+        rows = []
+        for (members, num_new, _), part in zip(self.groups, parts, strict=True):
+            if num_new == 1:
+                part = part.transpose(0, 2)
+            elif len(members) > 1:
+                part = part.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+            rows.append(part)
+        if len(rows) == 1:
+            return rows[0]
+        joined = torch.cat(rows, dim=2)
+        return joined if self._order is None else joined[:, :, self._order]
 
     @cached_property
     @torch.inference_mode(False)
-    def _order(self) -> torch.Tensor:
-        """Where each of the N tokens is among the groups' tokens, (N,)."""
-        return torch.cat([group.tokens.flatten() for group in self.groups]).argsort()
+    def _order(self) -> torch.Tensor | None:
+        """Where each of the N tokens is among the groups' tokens, (N,); None where that is the same place."""
+        places = [group.places for group in self.groups]
+        if all(isinstance(entry, slice) for entry in places):  # the groups are in the order of their first tokens
+            return None
+        tokens = torch.arange(self.num_tokens, device=self.device)
+        return torch.cat([tokens[entry] for entry in places]).argsort()
 
-    def _source(self, kind: str, members: list[int]) -> TableRows:
-        tables = [self.tables[kind][place] for place in members]
-        block_table = torch.full((len(tables), max(len(table.blocks) for table in tables)), -1, device="cpu")
-        for row, table in zip(block_table, tables, strict=True):
-            row[: len(table.blocks)] = torch.frombuffer(table.blocks, dtype=torch.int64)
+    @torch.inference_mode(False)
+    def _places(self, firsts: list[int], members: list[int], count: int) -> slice | torch.Tensor:
+        if members[-1] - members[0] == len(members) - 1:
+            return slice(firsts[members[0]], firsts[members[-1] + 1])
+        places = torch.tensor([firsts[member] for member in members], device=self.device)
+        return (places[:, None] + torch.arange(count, device=self.device)).flatten()
+
+    @torch.inference_mode(False)
+    def _find_targets(self, kind: str) -> BlockRows:
+        places = [
+            place
+            for table, length, count in zip(self.tables[kind], self.lengths, self.counts, strict=True)
+            for place in table.places(length, length + count)
+        ]
+        blocks, rows = torch.tensor(list(zip(*places, strict=True)), device=self.device)
+        return BlockRows(blocks, rows)
+
+    @torch.inference_mode(False)
+    def _find_sources(self, kind: str, members: list[int]) -> TableRows:
+        tables = [self.tables[kind][member] for member in members]
+        width = max(len(table.blocks) for table in tables)
+        entries = array("q")
+        for table in tables:
+            entries.extend(table.blocks)
+            entries.extend([-1] * (width - len(table.blocks)))
+        block_table = torch.frombuffer(entries, dtype=torch.int64).view(len(tables), width)
         ends = [
-            table.slot(self.lengths[place] + self.counts[place]) for place, table in zip(members, tables, strict=True)
+            table.slot(self.lengths[member] + self.counts[member])
+            for member, table in zip(members, tables, strict=True)
         ]
         return TableRows(block_table.to(self.device), torch.tensor(ends, device=self.device))

@@ -94,7 +94,7 @@ class Step:
         if layer in self._appended:
             raise InvalidValueError(f"layer {layer} is appended already; expected each layer once in a step")
         k_dim, v_dim = spec.head_dims
-        shape = (1, spec.num_heads, len(self._packing))
+        shape = (1, spec.num_heads, self._packing.num_tokens)
         check_tensor("k", k, (*shape, k_dim), "(1, Hkv, N, D)", self.pool.device)
         check_tensor("v", v, (*shape, v_dim), "(1, Hkv, N, Dv)", self.pool.device)
         store = self.pool.stores[layer]
@@ -145,12 +145,14 @@ class Step:
         if layer not in self._appended:
             raise InvalidValueError(f"layer {layer} is not appended yet; append its keys and values first")
         check_bool("return_lse", return_lse)
-        check_tensor("q", q, (1, None, len(self._packing), spec.head_dim), "(1, H, N, D)", self.pool.device)
+        check_tensor("q", q, (1, None, self._packing.num_tokens, spec.head_dim), "(1, H, N, D)", self.pool.device)
         store = self.pool.stores[layer]
-        results = [
+        k, v = store.readable(store.k, store.v)
+        results: list[Any] = [
             attend(
-                q[0, :, group.tokens].transpose(0, 1),
-                *store.readable(store.k, store.v),
+                queries,
+                k,
+                v,
                 block_table=block_table,
                 lengths=lengths,
                 window=spec.window,
@@ -158,15 +160,16 @@ class Step:
                 scale=scale,
                 softcap=softcap,
                 sink_logits=sink_logits,
-                return_lse=True,
+                return_lse=return_lse,
             )
-            for group, (block_table, lengths) in zip(
-                self._packing.groups, self._packing.sources(spec.kind), strict=True
+            for queries, (block_table, lengths) in zip(
+                self._packing.unpacked(q), self._packing.sources(spec.kind), strict=True
             )
         ]
-        outputs, lses = zip(*results, strict=True)
-        output = self._packing.packed(outputs)
-        return (output, self._packing.packed(lses)) if return_lse else output
+        if not return_lse:
+            return self._packing.packed(results)
+        outputs, lses = map(list, zip(*results, strict=True))
+        return self._packing.packed(outputs), self._packing.packed(lses)
 
     def commit(self, keep: list[int] | None = None) -> None:
         """Let the new tokens belong to their sequences; windows give back the blocks that they have left.

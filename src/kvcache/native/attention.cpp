@@ -29,17 +29,30 @@ inline int64_t max(int64_t x, int64_t y) { return x > y ? x : y; }
 // every vector belongs to one row.
 constexpr int score_stride(int rows) { return rows == 3 ? 4 : rows; }
 
-// Rows beside each other in memory, and what to bring into the cache while they are worked on.
+// Rows that will be read next, to be brought into the cache while others are worked on: a share of a row with each
+// pair of channels, because a core keeps few requests open at a time and what comes in a bunch waits.
+struct Ahead {
+  const char* rows = nullptr;
+  int64_t stride = 0, share = 0;
+
+  void prefetch_share(int t, int c) const {
+    if (!rows) return;
+    const char* from = rows + t * stride + c * share;
+    for (int64_t i = 0; i < share; i += 64) prefetch(from + i);
+  }
+};
+
+// Rows beside each other in memory.
 struct Run {
   const char* rows;
   int64_t stride;
   int count;
-  const char* ahead;
-  int64_t ahead_stride, ahead_size;
+  Ahead ahead;
 };
 
 template <class F, int NQ, int NK>
-inline void score_rows(const typename F::Row* row, int head_dim, const float* q, int q_stride, float* scores) {
+inline void score_rows(const typename F::Row* row, int head_dim, const float* q, int q_stride, float* scores,
+                       const Ahead& ahead, int t) {
   // With one query row, two sums a key: a single one would wait for itself.
   constexpr int CHAINS = NQ == 1 ? 2 : 1, S = score_stride(NQ);
   V sum[CHAINS][NK][NQ] = {};
@@ -53,7 +66,10 @@ inline void score_rows(const typename F::Row* row, int head_dim, const float* q,
     });
   };
   const int full = head_dim / PAIR, rest = head_dim % PAIR;
-  for (int c = 0; c < full; ++c) add([c](const auto& r) KVCACHE_INLINE { return F::pair(r, c); }, c);
+  for (int c = 0; c < full; ++c) {
+    unroll<NK>([&](auto j) KVCACHE_INLINE { ahead.prefetch_share(t + j, c); });
+    add([c](const auto& r) KVCACHE_INLINE { return F::pair(r, c); }, c);
+  }
   if (rest) add([=](const auto& r) KVCACHE_INLINE { return F::tail(r, full, rest); }, full);
   V total[(NK * S + 3) / 4 * 4] = {};
   unroll<NK>([&](auto j) KVCACHE_INLINE {
@@ -77,20 +93,19 @@ void score(const Run& run, int head_dim, const float* q, int q_stride, float* sc
   int t = 0;
   for (; t + NK <= run.count; t += NK) {
     for (int j = 0; j < NK; ++j) {
-      if (run.ahead) prefetch(run.ahead + (t + j) * run.ahead_stride, run.ahead_size);
       F::open(run.rows + (t + j) * run.stride, head_dim, row[j]);
     }
-    score_rows<F, NQ, NK>(row, head_dim, q, q_stride, scores + t * S);
+    score_rows<F, NQ, NK>(row, head_dim, q, q_stride, scores + t * S, run.ahead, t);
   }
   for (; t < run.count; ++t) {
-    if (run.ahead) prefetch(run.ahead + t * run.ahead_stride, run.ahead_size);
     F::open(run.rows + t * run.stride, head_dim, row[0]);
-    score_rows<F, NQ, 1>(row, head_dim, q, q_stride, scores + t * S);
+    score_rows<F, NQ, 1>(row, head_dim, q, q_stride, scores + t * S, run.ahead, t);
   }
 }
 
 template <class F, int NQ, int NR>
-inline void add_rows(const typename F::Row* row, int head_dim, const float* weights, float* sums, int sums_stride) {
+inline void add_rows(const typename F::Row* row, int head_dim, const float* weights, float* sums, int sums_stride,
+                     const Ahead& ahead, int first) {
   // With few query rows, two sums a channel: a single one would wait for itself.
   constexpr int CHAINS = NQ <= 2 && NR > 1 ? 2 : 1, S = score_stride(NQ);
   const auto add = [&](auto pair_of, int c) KVCACHE_INLINE {
@@ -115,7 +130,10 @@ inline void add_rows(const typename F::Row* row, int head_dim, const float* weig
     });
   };
   const int full = head_dim / PAIR, rest = head_dim % PAIR;
-  for (int c = 0; c < full; ++c) add([c](const auto& r) KVCACHE_INLINE { return F::pair(r, c); }, c);
+  for (int c = 0; c < full; ++c) {
+    unroll<NR>([&](auto t) KVCACHE_INLINE { ahead.prefetch_share(first + t, c); });
+    add([c](const auto& r) KVCACHE_INLINE { return F::pair(r, c); }, c);
+  }
   if (rest) add([=](const auto& r) KVCACHE_INLINE { return F::tail(r, full, rest); }, full);
 }
 
@@ -127,15 +145,13 @@ void accumulate(const Run& run, int head_dim, const float* weights, float* sums,
   int t = 0;
   for (; t + NR <= run.count; t += NR) {
     for (int j = 0; j < NR; ++j) {
-      if (run.ahead) prefetch(run.ahead + (t + j) * run.ahead_stride, run.ahead_size);
       F::open(run.rows + (t + j) * run.stride, head_dim, row[j]);
     }
-    add_rows<F, NQ, NR>(row, head_dim, weights + t * S, sums, sums_stride);
+    add_rows<F, NQ, NR>(row, head_dim, weights + t * S, sums, sums_stride, run.ahead, t);
   }
   for (; t < run.count; ++t) {
-    if (run.ahead) prefetch(run.ahead + t * run.ahead_stride, run.ahead_size);
     F::open(run.rows + t * run.stride, head_dim, row[0]);
-    add_rows<F, NQ, 1>(row, head_dim, weights + t * S, sums, sums_stride);
+    add_rows<F, NQ, 1>(row, head_dim, weights + t * S, sums, sums_stride, run.ahead, t);
   }
 }
 
@@ -144,10 +160,10 @@ template <class F>
 void decode(const Run& run, int head_dim, float* to) {
   const int full = head_dim / PAIR, rest = head_dim % PAIR;
   for (int t = 0; t < run.count; ++t, to += padded(head_dim)) {
-    if (run.ahead) prefetch(run.ahead + t * run.ahead_stride, run.ahead_size);
     typename F::Row row;
     F::open(run.rows + t * run.stride, head_dim, row);
     for (int c = 0; c < full + (rest > 0); ++c) {
+      run.ahead.prefetch_share(t, c);
       const Pair x = c < full ? F::pair(row, c) : F::tail(row, c, rest);
       store(to + c * PAIR, x.a);
       store(to + c * PAIR + W, x.b);
@@ -305,6 +321,11 @@ class Kernel {
     return store.data + block * store.block_stride + kv_head * store.head_stride + row * store.row_stride;
   }
 
+  // What to bring in of `store` from `rows` on while rows of head_dim channels are worked on.
+  static Ahead ahead(const Store& store, const char* rows, int head_dim) {
+    return {rows, store.row_stride, store.row_size * PAIR / max(head_dim, PAIR)};
+  }
+
   // Query rows, token by token and head by head, scaled, in the order in which keys are read.
   void load_queries(const Work& work, int kv_head, float* queries) const {
     const float scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * LOG2E;
@@ -336,7 +357,7 @@ class Kernel {
   void for_runs(const Store& store, const Work& work, int kv_head, int64_t begin, int64_t end, F run) const {
     for (int64_t slot = begin; slot < end;) {
       const int64_t stop = min(end, (slot / a.block_size + 1) * a.block_size);
-      run(Run{address(store, work, kv_head, slot), store.row_stride, int(stop - slot), nullptr, 0, 0}, int(slot - begin));
+      run(Run{address(store, work, kv_head, slot), store.row_stride, int(stop - slot), {}}, int(slot - begin));
       slot = stop;
     }
   }
@@ -349,11 +370,11 @@ class Kernel {
     float* v_rows = decoded + MAX_TILE * k_dim;
     if (decode_first) {
       for_runs(a.k, work, kv_head, begin, end, [&](Run run, int at) {
-        run.ahead = address(a.v, work, kv_head, begin + at), run.ahead_stride = a.v.row_stride, run.ahead_size = a.v.row_size;
+        run.ahead = ahead(a.v, address(a.v, work, kv_head, begin + at), a.k.head_dim);
         k_reader.decode(run, a.k.head_dim, k_rows + at * k_dim);
       });
       for_runs(a.v, work, kv_head, begin, end, [&](Run run, int at) {
-        if (at == 0) run.ahead = next_keys, run.ahead_stride = a.k.row_stride, run.ahead_size = a.k.row_size;
+        if (at == 0) run.ahead = ahead(a.k, next_keys, a.v.head_dim);
         v_reader.decode(run, a.v.head_dim, v_rows + at * v_dim);
       });
     }
@@ -362,10 +383,10 @@ class Kernel {
       const float* q = queries + int64_t(first) * k_dim;
       float* greatest = state + PANEL * v_dim;
       if (decode_first) {
-        READERS[int(Format::Float32)].score[panel - 1]({(const char*)k_rows, k_dim * 4, slots, nullptr, 0, 0}, whole_pairs(a.k.head_dim), q, k_dim, scores);
+        READERS[int(Format::Float32)].score[panel - 1]({(const char*)k_rows, k_dim * 4, slots, {}}, whole_pairs(a.k.head_dim), q, k_dim, scores);
       } else {
         for_runs(a.k, work, kv_head, begin, end, [&](Run run, int at) {
-          run.ahead = address(a.v, work, kv_head, begin + at), run.ahead_stride = a.v.row_stride, run.ahead_size = a.v.row_size;
+          run.ahead = ahead(a.v, address(a.v, work, kv_head, begin + at), a.k.head_dim);
           k_reader.score[panel - 1](run, a.k.head_dim, q, k_dim, scores + at * stride);
         });
       }
@@ -374,10 +395,10 @@ class Kernel {
       const auto apply = stride == 1 ? softmax<1> : stride == 2 ? softmax<2> : softmax<4>;
       apply(scores, slots * stride, greatest, greatest + LANES, state, panel, v_dim);
       if (decode_first) {
-        READERS[int(Format::Float32)].accumulate[panel - 1]({(const char*)v_rows, v_dim * 4, slots, nullptr, 0, 0}, whole_pairs(a.v.head_dim), scores, state, v_dim);
+        READERS[int(Format::Float32)].accumulate[panel - 1]({(const char*)v_rows, v_dim * 4, slots, {}}, whole_pairs(a.v.head_dim), scores, state, v_dim);
       } else {
         for_runs(a.v, work, kv_head, begin, end, [&](Run run, int at) {
-          if (at == 0) run.ahead = next_keys, run.ahead_stride = a.k.row_stride, run.ahead_size = a.k.row_size;
+          if (at == 0) run.ahead = ahead(a.k, next_keys, a.v.head_dim);
           v_reader.accumulate[panel - 1](run, a.v.head_dim, scores + at * stride, state, v_dim);
         });
       }

@@ -79,7 +79,7 @@ Plan make_plan(const Attention&);
 
 constexpr int QUERY_TOKENS = 8;   // tokens whose queries share one reading of the keys and values
 constexpr int PANEL = 4;          // query rows that are worked on at a time
-constexpr int MAX_TILE = 64;
+constexpr int MAX_TILE = 32;
 constexpr int PADDING = 32;       // head sizes are padded to a multiple of this in scratch memory
 constexpr int LANES = 16;         // at least as many as a vector has
 constexpr int MAX_HEAD_DIM = 512;

@@ -123,24 +123,33 @@ void attend(int instruction_set, uintptr_t q, int q_format, const nb::tuple& q_s
   set.attend(attention, make_plan(attention));
 }
 
-void append(int instruction_set, uintptr_t k, int k_format, int64_t k_batch, int64_t k_head, int64_t k_token,
-            uintptr_t v, int v_format, int64_t v_batch, int64_t v_head, int64_t v_token,  //
-            uintptr_t k_data, int k_kept, int k_dim, int64_t k_block, int64_t k_block_head, int64_t k_row,
-            uintptr_t v_data, int v_kept, int v_dim, int64_t v_block, int64_t v_block_head, int64_t v_row,
-            int64_t batch, int64_t heads, int64_t tokens,  //
+Rows make_rows(uintptr_t data, int format, const nb::tuple& strides) {
+  return {reinterpret_cast<const char*>(data), Format(format), {at(strides, 0), at(strides, 1), at(strides, 2)}};
+}
+
+Target make_target(uintptr_t data, int format, int64_t head_dim, const nb::tuple& strides) {
+  const int64_t size = element_size(Format(format));
+  return {reinterpret_cast<char*>(data), Format(format),        head_dim,
+          at(strides, 0) * size,         at(strides, 1) * size, at(strides, 2) * size};
+}
+
+// Nothing is checked; addresses of blocks and rows may be 0.
+void append(int instruction_set, uintptr_t k, int k_format, const nb::tuple& k_shape, const nb::tuple& k_strides,
+            uintptr_t v, int v_format, const nb::tuple& v_shape, const nb::tuple& v_strides,  //
+            uintptr_t k_target, int k_target_format, const nb::tuple& k_target_strides,       //
+            uintptr_t v_target, int v_target_format, const nb::tuple& v_target_strides,       //
             uintptr_t blocks, uintptr_t rows, int64_t start, int threads) {
-  const Append append = {
-      {reinterpret_cast<const char*>(k), Format(k_format), {k_batch, k_head, k_token}},
-      {reinterpret_cast<const char*>(v), Format(v_format), {v_batch, v_head, v_token}},
-      {reinterpret_cast<char*>(k_data), Format(k_kept), k_dim, k_block, k_block_head, k_row},
-      {reinterpret_cast<char*>(v_data), Format(v_kept), v_dim, v_block, v_block_head, v_row},
-      batch,
-      heads,
-      tokens,
-      reinterpret_cast<const int64_t*>(blocks),
-      reinterpret_cast<const int64_t*>(rows),
-      start,
-      threads};
+  const Append append = {make_rows(k, k_format, k_strides),
+                         make_rows(v, v_format, v_strides),
+                         make_target(k_target, k_target_format, at(k_shape, 3), k_target_strides),
+                         make_target(v_target, v_target_format, at(v_shape, 3), v_target_strides),
+                         at(k_shape, 0),
+                         at(k_shape, 1),
+                         at(k_shape, 2),
+                         reinterpret_cast<const int64_t*>(blocks),
+                         reinterpret_cast<const int64_t*>(rows),
+                         start,
+                         threads};
   const auto& sets = instruction_sets();
   const InstructionSet& set = instruction_set < 0 ? sets.back() : sets.at(instruction_set);
   nb::gil_scoped_release released;

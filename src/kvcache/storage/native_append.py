@@ -77,19 +77,22 @@ def _append(
     rows: torch.Tensor | None,
 ) -> None:
     assert native.kernels is not None
-    batch, heads, tokens, k_dim = k.shape
-    k_batch, k_head, k_token, _ = k.stride()
-    v_batch, v_head, v_token, _ = v.stride()
-    k_block, k_block_head, k_row, _ = k_blocks.stride()
-    v_block, v_block_head, v_row, _ = v_blocks.stride()
-    k_item, v_item = k_blocks.itemsize, v_blocks.itemsize
     native.kernels.append(
         BEST,
-        *(k.data_ptr(), native.FORMATS[k.dtype], k_batch, k_head, k_token),
-        *(v.data_ptr(), native.FORMATS[v.dtype], v_batch, v_head, v_token),
-        *(k_blocks.data_ptr(), k_format, k_dim, k_block * k_item, k_block_head * k_item, k_row * k_item),
-        *(v_blocks.data_ptr(), v_format, v.shape[3], v_block * v_item, v_block_head * v_item, v_row * v_item),
-        *(batch, heads, tokens),
+        k.data_ptr(),
+        native.FORMATS[k.dtype],
+        k.shape,
+        k.stride(),
+        v.data_ptr(),
+        native.FORMATS[v.dtype],
+        v.shape,
+        v.stride(),
+        k_blocks.data_ptr(),
+        k_format,
+        k_blocks.stride(),
+        v_blocks.data_ptr(),
+        v_format,
+        v_blocks.stride(),
         0 if blocks is None else blocks.data_ptr(),
         0 if rows is None else rows.data_ptr(),
         start,

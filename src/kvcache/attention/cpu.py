@@ -6,7 +6,6 @@ pointers, so an eager call goes to it directly; under `torch.compile` the same c
 
 import torch
 from torch import is_grad_enabled
-from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 
 from kvcache import native
@@ -17,7 +16,6 @@ from kvcache.errors import InvalidValueError
 FEW_QUERIES = 8  # that share one reading of the keys and values
 LARGEST_HEAD_DIM = 512
 BEST = -1  # of native.kernels.INSTRUCTION_SETS
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -30,7 +28,8 @@ def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch
         InvalidValueError: `lengths`, `starts`, or an entry of the block table that is needed, is out of range.
     """
     q, k, v, block_table, lengths, starts, window, sinks, scale, softcap, sink_logits, return_lse, _ = arguments
-    k_format, v_format, v_head_dim = _format(k), _format(v), v.shape[3]
+    k_format, v_format = _format(k), _format(v)
+    v_head_dim = v.shape[3] if isinstance(v, torch.Tensor) else v.head_dim
     if (
         k_format is None
         or v_format is None
@@ -45,7 +44,7 @@ def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch
         return None
     k_data, v_data = stored_data(k), stored_data(v)
     in_graph = is_compiling()
-    if not in_graph and not _have_memory(q, k_data, v_data):
+    if not in_graph and not native.have_memory(q, k_data, v_data):
         return None
     if native.kernels is None:
         native.warn_that_kernels_are_missing()
@@ -73,11 +72,6 @@ def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch
 
 def _format(store: Store) -> int | None:
     return native.FORMATS.get(store.dtype if isinstance(store, torch.Tensor) else store.codec_name)
-
-
-def _have_memory(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether these are plain tensors: not those of other modes and transforms, such as vmap, that have no address."""
-    return type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN and peek_interpreter_stack() is None
 
 
 def _attend(

@@ -1,33 +1,40 @@
 """Keys and values that are kept in another form than a tensor of numbers, as attention sees them."""
 
-from typing import Protocol, Self, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 
 
-@runtime_checkable
-class EncodedStore(Protocol):
+class EncodedStore(ABC):
     """Rows that are decoded when they are read; `kvcache.storage.codecs.EncodedRows` is one."""
 
-    @property
-    def data(self) -> torch.Tensor:
-        """What is kept: (N, Hkv, S, anything)."""
+    data: torch.Tensor
+    """What is kept: (N, Hkv, S, anything)."""
+
+    head_dim: int
+    """The head size of the decoded rows."""
 
     @property
+    @abstractmethod
     def codec_name(self) -> str:
         """How rows are kept, by the codec's name."""
 
     @property
     def shape(self) -> torch.Size:
-        """The shape (N, Hkv, S, head size) of the decoded rows."""
+        """The shape (N, Hkv, S, head_dim) of the decoded rows."""
+        return torch.Size((*self.data.shape[:-1], self.head_dim))
 
     @property
     def device(self) -> torch.device:
         """Where `data` is."""
+        return self.data.device
 
+    @abstractmethod
     def with_data(self, data: torch.Tensor) -> Self:
         """Return other rows kept in the same form."""
 
+    @abstractmethod
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows as numbers of `dtype`."""
 

@@ -9,6 +9,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from kvcache.hf import cache_for
+from kvcache.hf.attention import fused_decode
 from kvcache.hf.cache import ModelCache
 from kvcache.storage.codecs import Storage
 
@@ -95,16 +96,17 @@ def generate(
     clock = _Clock(on_token)
     torch.manual_seed(sampling.seed)
     clock.start()
-    output = model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens or None,
-        use_cache=use_cache,
-        streamer=clock,
-        **({"cache": cache} if use_cache else {}),
-        **sampling.generation_arguments(),
-    )
+    with fused_decode(model):
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens or None,
+            use_cache=use_cache,
+            streamer=clock,
+            **({"cache": cache} if use_cache else {}),
+            **sampling.generation_arguments(),
+        )
     token_ids = output[0, len(prompt_ids) :].tolist()
     return Run(
         prompt_tokens=len(prompt_ids),

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 
+from kvcache.attention.encoded import EncodedStore
 from kvcache.checks import FLOATING_DTYPES, dtype_name
 from kvcache.errors import InvalidTypeError, InvalidValueError
 
@@ -141,7 +142,7 @@ CODECS: dict[str, Codec] = {
 
 
 @dataclass(frozen=True)
-class EncodedRows:
+class EncodedRows(EncodedStore):
     """Encoded keys or values, which `attend` takes like a tensor (num_blocks or B, Hkv, block_size or S, head_dim).
 
     Made by `GroupCodec.readable`.
@@ -155,16 +156,6 @@ class EncodedRows:
     def codec_name(self) -> str:
         """The codec's name."""
         return self.codec.name
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the decoded rows."""
-        return torch.Size((*self.data.shape[:-1], self.head_dim))
-
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes are."""
-        return self.data.device
 
     def with_data(self, data: torch.Tensor) -> Self:
         """Return other rows of the same kind."""

@@ -72,7 +72,9 @@ def main() -> None:
             f"{row['dtype']:<10}{row['transformers']:>17.1f} a second{row['kvcache']:>9.1f} a second"
             f"{row['ratio']:>7.2f}x  {same}"
         )
-    RESULTS.write_text(json.dumps({"machine": machine(), "prompt_tokens": PROMPT_TOKENS, "rows": rows}, indent=2) + "\n")
+    RESULTS.write_text(
+        json.dumps({"machine": machine(), "prompt_tokens": PROMPT_TOKENS, "rows": rows}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -29,16 +29,23 @@ inline int64_t max(int64_t x, int64_t y) { return x > y ? x : y; }
 // every vector belongs to one row.
 constexpr int score_stride(int rows) { return rows == 3 ? 4 : rows; }
 
-// Rows that will be read next, to be brought into the cache while others are worked on: a share of a row with each
-// pair of channels, because a core keeps few requests open at a time and what comes in a bunch waits.
+// Rows that will be read next, to be brought into the cache while others are worked on: a share of them with each pair
+// of channels, because a core keeps few requests open at a time and what comes in a bunch waits.
 struct Ahead {
   const char* rows = nullptr;
-  int64_t stride = 0, share = 0;
+  int64_t stride = 0, size = 0;
+  int64_t share = 0;  // of a row, with each pair
 
-  void prefetch_share(int t, int c) const {
+  // Bring in the share of the N rows from `first` on that belongs to pair c. Inlined always: GCC drops calls of
+  // functions that do nothing but prefetch.
+  template <int N>
+  KVCACHE_INLINE void prefetch_share(int first, int c) const {
     if (!rows) return;
-    const char* from = rows + t * stride + c * share;
-    for (int64_t i = 0; i < share; i += 64) prefetch(from + i);
+    // What lies in one piece comes in order, so that the processor's own prefetcher sees where it goes on.
+    const int pieces = stride == size ? 1 : N;
+    const int64_t bytes = share * N / pieces;
+    for (int piece = 0; piece < pieces; ++piece)
+      for (int64_t i = 0; i < bytes; i += 64) prefetch(rows + (first + piece) * stride + c * bytes + i);
   }
 };
 
@@ -67,7 +74,7 @@ inline void score_rows(const typename F::Row* row, int head_dim, const float* q,
   };
   const int full = head_dim / PAIR, rest = head_dim % PAIR;
   for (int c = 0; c < full; ++c) {
-    unroll<NK>([&](auto j) KVCACHE_INLINE { ahead.prefetch_share(t + j, c); });
+    ahead.prefetch_share<NK>(t, c);
     add([c](const auto& r) KVCACHE_INLINE { return F::pair(r, c); }, c);
   }
   if (rest) add([=](const auto& r) KVCACHE_INLINE { return F::tail(r, full, rest); }, full);
@@ -131,7 +138,7 @@ inline void add_rows(const typename F::Row* row, int head_dim, const float* weig
   };
   const int full = head_dim / PAIR, rest = head_dim % PAIR;
   for (int c = 0; c < full; ++c) {
-    unroll<NR>([&](auto t) KVCACHE_INLINE { ahead.prefetch_share(first + t, c); });
+    ahead.prefetch_share<NR>(first, c);
     add([c](const auto& r) KVCACHE_INLINE { return F::pair(r, c); }, c);
   }
   if (rest) add([=](const auto& r) KVCACHE_INLINE { return F::tail(r, full, rest); }, full);
@@ -163,7 +170,7 @@ void decode(const Run& run, int head_dim, float* to) {
     typename F::Row row;
     F::open(run.rows + t * run.stride, head_dim, row);
     for (int c = 0; c < full + (rest > 0); ++c) {
-      run.ahead.prefetch_share(t, c);
+      run.ahead.prefetch_share<1>(t, c);
       const Pair x = c < full ? F::pair(row, c) : F::tail(row, c, rest);
       store(to + c * PAIR, x.a);
       store(to + c * PAIR + W, x.b);
@@ -176,7 +183,7 @@ struct Reader {
   void (*score[PANEL])(const Run&, int, const float*, int, float*);  // [rows of the panel - 1]
   void (*accumulate[PANEL])(const Run&, int, const float*, float*, int);
   void (*decode)(const Run&, int, float*);
-  int (*place_of)(int channel);
+  bool interleaved;
 };
 
 template <class F>
@@ -184,7 +191,7 @@ constexpr Reader reader_of() {
   return {{score<F, 1>, score<F, 2>, score<F, 3>, score<F, 4>},
           {accumulate<F, 1>, accumulate<F, 2>, accumulate<F, 3>, accumulate<F, 4>},
           decode<F>,
-          place_of<F>};
+          F::interleaved};
 }
 
 constexpr Reader READERS[] = {reader_of<Float32>(), reader_of<BFloat16>(), reader_of<Float16>(), reader_of<Int8>(),
@@ -223,6 +230,44 @@ void softmax(float* scores, int count, float* greatest, float* total, float* sum
   for (int i = 0; i < rows; ++i)
     if (shrink[i] != 1.0f)
       for (int d = 0; d < v_dim; d += W) store(sums + i * v_dim + d, load<V>(sums + i * v_dim + d) * shrink[i]);
+}
+
+// Put numbers in the order in which a format is read pair by pair, and back.
+void in_pairs(float* numbers, bool interleaved, int count) {
+  if (!interleaved) return;
+  for (float* pair = numbers; pair < numbers + count; pair += PAIR) {
+    float ordered[PAIR];
+    for (int i = 0; i < W; ++i) ordered[i] = pair[2 * i], ordered[W + i] = pair[2 * i + 1];
+    std::memcpy(pair, ordered, sizeof ordered);
+  }
+}
+
+void in_order(float* numbers, bool interleaved, int count) {
+  if (!interleaved) return;
+  for (float* pair = numbers; pair < numbers + count; pair += PAIR) {
+    float ordered[PAIR];
+    for (int i = 0; i < W; ++i) ordered[2 * i] = pair[i], ordered[2 * i + 1] = pair[W + i];
+    std::memcpy(pair, ordered, sizeof ordered);
+  }
+}
+
+// Numbers of a float format from element `at` on, scaled.
+void read_numbers(const char* from, int64_t at, Format format, int count, float scale, float* to) {
+  if (format == Format::Float32)
+    for (int i = 0; i < count; ++i) to[i] = load<float>(from + 4 * (at + i)) * scale;
+  else if (format == Format::BFloat16)
+    for (int i = 0; i < count; ++i) to[i] = float_of_bfloat16(load<uint16_t>(from + 2 * (at + i))) * scale;
+  else
+    for (int i = 0; i < count; ++i) to[i] = float_of_half(load<uint16_t>(from + 2 * (at + i))) * scale;
+}
+
+void write_numbers(const float* numbers, int count, Format format, char* to, int64_t at) {
+  if (format == Format::Float32)
+    for (int i = 0; i < count; ++i) store(to + 4 * (at + i), numbers[i]);
+  else if (format == Format::BFloat16)
+    for (int i = 0; i < count; ++i) store(to + 2 * (at + i), bfloat16_of(numbers[i]));
+  else
+    for (int i = 0; i < count; ++i) store(to + 2 * (at + i), half_of(numbers[i]));
 }
 
 class Kernel {
@@ -284,13 +329,10 @@ class Kernel {
         for (int d = 0; d < v_dim; d += W) store(sums + d, load<V>(state + lane * v_dim + d) * weight + load<V>(sums + d));
       }
       const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-      char* out = (char*)a.out;
+      for (int d = 0; d < v_dim; d += W) store(sums + d, load<V>(sums + d) * inverse);
+      in_order(sums, v_reader.interleaved, v_dim);
       const int64_t at = work.sequence * a.out_strides.batch + head * a.out_strides.head + token * a.out_strides.token;
-      for (int d = 0; d < a.v.head_dim; ++d) {
-        const float value = sums[v_reader.place_of(d)] * inverse;
-        if (a.q_format == Format::Float32) store(out + 4 * (at + d), value);
-        else store(out + 2 * (at + d), a.q_format == Format::BFloat16 ? bfloat16_of(value) : half_of(value));
-      }
+      write_numbers(sums, a.v.head_dim, a.q_format, (char*)a.out, at);
       if (a.lse) {
         const Strides& s = a.lse_strides;
         a.lse[work.sequence * s.batch + head * s.head + token * s.token] = (top + __builtin_log2f(total)) * LN2;
@@ -323,7 +365,7 @@ class Kernel {
 
   // What to bring in of `store` from `rows` on while rows of head_dim channels are worked on.
   static Ahead ahead(const Store& store, const char* rows, int head_dim) {
-    return {rows, store.row_stride, store.row_size * PAIR / max(head_dim, PAIR)};
+    return {rows, store.row_stride, store.row_size, store.row_size * PAIR / max(head_dim, PAIR)};
   }
 
   // Query rows, token by token and head by head, scaled, in the order in which keys are read.
@@ -332,15 +374,9 @@ class Kernel {
     for (int row = 0; row < group * work.tokens; ++row, queries += k_dim) {
       const int token = work.first_token + row / group, head = kv_head * group + row % group;
       const int64_t at = work.sequence * a.q_strides.batch + head * a.q_strides.head + token * a.q_strides.token;
-      for (int d = 0; d < k_dim; ++d) queries[d] = 0.0f;
-      for (int d = 0; d < a.k.head_dim; ++d) {
-        const float* floats = (const float*)a.q;
-        const uint16_t* halves = (const uint16_t*)a.q;
-        const float x = a.q_format == Format::Float32    ? floats[at + d]
-                        : a.q_format == Format::BFloat16 ? float_of_bfloat16(halves[at + d])
-                                                         : float_of_half(halves[at + d]);
-        queries[k_reader.place_of(d)] = x * scale;
-      }
+      for (int d = a.k.head_dim; d < k_dim; ++d) queries[d] = 0.0f;
+      read_numbers((const char*)a.q, at, a.q_format, a.k.head_dim, scale, queries);
+      in_pairs(queries, k_reader.interleaved, k_dim);
     }
   }
 

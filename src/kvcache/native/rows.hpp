@@ -129,14 +129,6 @@ struct Int4 {
   }
 };
 
-// Where the channel `channel` stands when a row is read pair by pair.
-template <class Format>
-inline int place_of(int channel) {
-  if (!Format::interleaved) return channel;
-  const int within = channel % PAIR;
-  return channel - within + (within % 2) * W + within / 2;
-}
-
 }  // namespace
 }  // namespace KVCACHE_ISA
 }  // namespace kvcache

@@ -179,7 +179,7 @@ inline V4 sums(V a, V b, V c, V d) {
 }
 
 // Into the second-level cache: of requests into the first a core keeps too few open to fill its share of the memory.
-inline void prefetch(const char* from) { __builtin_prefetch(from, 0, 2); }
+KVCACHE_INLINE inline void prefetch(const char* from) { __builtin_prefetch(from, 0, 2); }
 
 }  // namespace
 }  // namespace KVCACHE_ISA

@@ -17,7 +17,8 @@ import warnings, torch, kvcache
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(2):
-        print(kvcache.attend(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 4, 1), torch.arange(4.0).view(1, 1, 4, 1)).item())
+        q, k, v = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 4, 1), torch.arange(4.0).view(1, 1, 4, 1)
+        print(kvcache.attend(q, k, v).item())
 print(kvcache.__file__, kvcache.native.kernels, [str(warning.message) for warning in caught])
 """
 

@@ -72,7 +72,7 @@ def stored(rows, storage):
 
 def scattered(store, order, block_size, extra=2):
     """Return blocks of a (B, Hkv, S, width) tensor in a given order, among blocks of NaN (or 255) nobody owns."""
-    batch, kv_heads, slots, width = store.shape
+    _, kv_heads, slots, width = store.shape
     poison = 255 if store.dtype == torch.uint8 else NAN
     blocks = torch.full((len(order) + extra, kv_heads, block_size, width), poison).to(store.dtype)
     blocks[order] = store.unflatten(2, (slots // block_size, block_size)).transpose(1, 2).flatten(0, 1)
@@ -289,8 +289,12 @@ class TestCompiled:
         q, k, v = random_qkv(2, 8, 2, 1, 64, 32, dtype=torch.float32)
         lengths = torch.tensor([64, 13])
         function, counter = self.compiled(lambda q, k, v, lengths: attend(q, k, v, lengths=lengths, return_lse=True))
-        for result, expected in zip(function(q, k, v, lengths), attend(q, k, v, lengths=lengths, return_lse=True)):
-            assert torch.equal(result, expected)
+        (output, lse), (expected, expected_lse) = (
+            call(q, k, v, lengths)
+            for call in (function, lambda q, k, v, lengths: attend(q, k, v, lengths=lengths, return_lse=True))
+        )
+        assert torch.equal(output, expected)
+        assert torch.equal(lse, expected_lse)
         names = [str(node.target) for node in counter.graphs[0].graph.nodes if node.op == "call_function"]
         assert sum("kvcache" in name for name in names) == (native.kernels is not None)
 

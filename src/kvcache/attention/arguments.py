@@ -112,17 +112,25 @@ def check_arguments(
     if window is not None:
         window = min(check_int("window", window, minimum=1), num_slots)  # no more can be seen
     sinks = min(check_int("sinks", sinks, minimum=0), num_slots)
-    scale = head_dim**-0.5 if scale is None else check_float("scale", scale)
+    scale, softcap = check_scores(q, scale, softcap, sink_logits)
+    check_bool("return_lse", return_lse)
+    return AttentionArguments(
+        q, k, v, block_table, lengths, starts, window, sinks, scale, softcap, sink_logits, return_lse, num_slots
+    )
+
+
+def check_scores(
+    q: torch.Tensor, scale: float | None, softcap: float | None, sink_logits: torch.Tensor | None
+) -> tuple[float, float | None]:
+    """Check the options about scores, for queries (B, H, T, D), and return scale and softcap as plain floats."""
+    scale = q.shape[3] ** -0.5 if scale is None else check_float("scale", scale)
     if softcap is not None:
         softcap = check_float("softcap", softcap)
         if softcap <= 0:
             raise InvalidValueError(f"softcap is {softcap}; expected a number > 0")
     if sink_logits is not None:
-        check_tensor("sink_logits", sink_logits, (heads,), "(H,)", device)
-    check_bool("return_lse", return_lse)
-    return AttentionArguments(
-        q, k, v, block_table, lengths, starts, window, sinks, scale, softcap, sink_logits, return_lse, num_slots
-    )
+        check_tensor("sink_logits", sink_logits, (q.shape[1],), "(H,)", q.device)
+    return scale, softcap
 
 
 def check_ranges(arguments: AttentionArguments) -> None:

@@ -106,11 +106,12 @@ def attend(
     arguments = check_arguments(
         q, k, v, block_table, lengths, starts, window, sinks, scale, softcap, sink_logits, return_lse
     )
-    output, lse = _attend(arguments)
+    output, lse = checked_attention(arguments)
     return output if lse is None or not return_lse else (output, lse)
 
 
-def _attend(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+def checked_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output and, where it is asked for, the log-sum-exp, of arguments that are checked already."""
     result = kernel_attention(arguments)
     if result is not None:
         return result

@@ -29,12 +29,13 @@ class BlockStore:
         self.formats = kernel_format(storage.k), kernel_format(storage.v)
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self.k, self.v = (
+            k, v = (
                 torch.zeros(
                     num_blocks, layer.num_heads, block_size, codec.width(head_dim), dtype=codec.dtype, device=device
                 )
                 for codec, head_dim in zip((storage.k, storage.v), layer.head_dims, strict=True)
             )
+        self._keep(k, v)
 
     @property
     def num_blocks(self) -> int:
@@ -106,4 +107,8 @@ class BlockStore:
     def to(self, device: torch.device) -> None:
         """Move all blocks, in place."""
         with torch.inference_mode(False):
-            self.k, self.v = self.k.to(device), self.v.to(device)
+            self._keep(self.k.to(device), self.v.to(device))
+
+    def _keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.k, self.v = k, v
+        self.all_blocks = self.readable(k, v)  # as `attend` takes them; made once, a step asks in every layer

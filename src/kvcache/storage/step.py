@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import torch
 
-from kvcache.attention import attend
-from kvcache.attention.arguments import ScoreOptions
+from kvcache.attention.arguments import AttentionArguments, ScoreOptions, check_head_groups, check_scores
+from kvcache.attention.dispatch import checked_attention
 from kvcache.checks import check_bool, check_int, check_tensor
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.storage.packing import PackedTokens
@@ -146,30 +146,37 @@ class Step:
             raise InvalidValueError(f"layer {layer} is not appended yet; append its keys and values first")
         check_bool("return_lse", return_lse)
         check_tensor("q", q, (1, None, self._packing.num_tokens, spec.head_dim), "(1, H, N, D)", self.pool.device)
+        check_head_groups(q.shape[1], spec.num_heads)
+        scale, softcap = check_scores(q, scale, softcap, sink_logits)
         store = self.pool.stores[layer]
-        k, v = store.readable(store.k, store.v)
-        results: list[Any] = [
-            attend(
+        k, v = store.all_blocks
+        results = []
+        for queries, (block_table, lengths) in zip(
+            self._packing.unpacked(q), self._packing.sources(spec.kind), strict=True
+        ):
+            num_slots = block_table.shape[1] * store.block_size
+            window = None if spec.window is None else min(spec.window, num_slots)
+            sinks = min(spec.sinks, num_slots)
+            arguments = AttentionArguments(
                 queries,
                 k,
                 v,
-                block_table=block_table,
-                lengths=lengths,
-                window=spec.window,
-                sinks=spec.sinks,
-                scale=scale,
-                softcap=softcap,
-                sink_logits=sink_logits,
-                return_lse=return_lse,
+                block_table,
+                lengths,
+                None,
+                window,
+                sinks,
+                scale,
+                softcap,
+                sink_logits,
+                return_lse,
+                num_slots,
             )
-            for queries, (block_table, lengths) in zip(
-                self._packing.unpacked(q), self._packing.sources(spec.kind), strict=True
-            )
-        ]
-        if not return_lse:
-            return self._packing.packed(results)
-        outputs, lses = map(list, zip(*results, strict=True))
-        return self._packing.packed(outputs), self._packing.packed(lses)
+            results.append(checked_attention(arguments))
+        outputs = self._packing.packed([output for output, _ in results])
+        return (
+            (outputs, self._packing.packed([lse for _, lse in results if lse is not None])) if return_lse else outputs
+        )
 
     def commit(self, keep: list[int] | None = None) -> None:
         """Let the new tokens belong to their sequences; windows give back the blocks that they have left.

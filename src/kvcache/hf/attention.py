@@ -12,7 +12,7 @@ from transformers.masking_utils import sdpa_mask
 from kvcache.attention import attend
 
 NAME = "kvcache"
-# What attention functions are handed that does not change what one query over all keys computes.
+# What attention functions are handed that does not change what one query over all keys computes, whatever its value.
 HARMLESS = {"cache_position", "is_causal", "logits_to_keep", "position_ids", "sliding_window", "use_cache"}
 
 
@@ -26,6 +26,9 @@ def fused_decode(model: Any) -> Iterator[None]:
     if before != "sdpa" or model.device.type != "cpu":
         yield
         return
+    # transformers finds both by this name; without a mask function of that name it would pass no masks at all.
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
     try:
         yield
@@ -44,15 +47,10 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the output (B, T, H, Dv), as transformers' attention functions do."""
-    asked = {name for name, value in kwargs.items() if value is not None}
+    asked = {name for name, value in kwargs.items() if value is not None and value is not False}
     if query.shape[2] == 1 and attention_mask is None and dropout == 0 and asked <= HARMLESS:
         return attend(query, key, value, scale=scaling).transpose(1, 2), None
     output, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return output, None
-
-
-# transformers finds both by this name; without a mask function of that name it would pass no masks at all.
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)

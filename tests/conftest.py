@@ -3,6 +3,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from kvcache import native
+from kvcache.attention import cpu
+from kvcache.storage import native_append
+from tests.kernels import INSTRUCTION_SETS
+
 # A shared machine may stall at any example.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -14,3 +19,19 @@ def smollm2() -> Any:
     from kvcache.hf import load_model
 
     return load_model("smollm2")
+
+
+@pytest.fixture(params=range(len(INSTRUCTION_SETS)), ids=INSTRUCTION_SETS)
+def instruction_set(request, monkeypatch) -> None:
+    """Each set of instructions in turn, where there are kernels."""
+    for module in (cpu, native_append):
+        monkeypatch.setattr(module, "BEST", request.param)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch) -> Any:
+    """The package as it is where no kernels were built."""
+    monkeypatch.setattr(native, "kernels", None)
+    native.warn_that_kernels_are_missing.cache_clear()
+    yield
+    native.warn_that_kernels_are_missing.cache_clear()

@@ -1,7 +1,5 @@
 """What PyTorch makes of the step: gradients, vmap (and that of JAX), compile, autocast, meta tensors, CUDA."""
 
-import shutil
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvcache import kv_cache_step
+from tests.kernels import needs_compiler
 from tests.step.arrays import assert_is_attention, random_step, reference, to_float64
 
 
@@ -63,7 +62,7 @@ def test_torch_compile_needs_one_graph_for_all_lengths_from_two_on(dtype):
     assert counter.frame_count <= 3  # PyTorch compiles sizes 0 and 1 apart
 
 
-@pytest.mark.skipif(not shutil.which("g++") and not shutil.which("clang++"), reason="no C++ compiler")
+@needs_compiler
 def test_torch_compile_with_inductor_equals_the_reference():
     torch.compiler.reset()
     compiled = torch.compile(kv_cache_step, fullgraph=True)

@@ -1,7 +1,6 @@
 """Appending through the native kernel: the same bits as the codecs give, in place, in eager calls and in graphs."""
 
 import math
-import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from kvcache.storage import native_append
 from kvcache.storage.blocks import BlockStore
 from kvcache.storage.codecs import CODECS, Codec, FloatCodec, Storage
 from tests.allocations import CountAllocations
+from tests.kernels import INSTRUCTION_SETS, needs_compiler, needs_kernels
 
 from .pools import MIXED, known_rows, new_ids, new_pool, whole_content
 
@@ -33,23 +33,11 @@ NUMBERS = st.one_of(
     st.floats(-4, 4, width=32),
 )
 
-if native.kernels is None:
-    INSTRUCTION_SETS: list[str] = []
-else:
-    INSTRUCTION_SETS = native.kernels.INSTRUCTION_SETS
-needs_kernels = pytest.mark.skipif(native.kernels is None, reason="no native kernels")
-needs_compiler = pytest.mark.skipif(not shutil.which("g++") and not shutil.which("clang++"), reason="no C++ compiler")
-
-
-@pytest.fixture(params=range(len(INSTRUCTION_SETS)), ids=INSTRUCTION_SETS)
-def instruction_set(request, monkeypatch):
-    monkeypatch.setattr(native_append, "BEST", request.param)
-
 
 @pytest.fixture(params=[pytest.param(True, marks=needs_kernels, id="kernels"), pytest.param(False, id="no kernels")])
-def kernels(request, monkeypatch):
+def kernels(request):
     if not request.param:
-        monkeypatch.setattr(native, "kernels", None)
+        request.getfixturevalue("no_kernels")
 
 
 @pytest.fixture
@@ -178,11 +166,10 @@ def test_scattered_rows(instruction_set, storage):
     generator = torch.Generator().manual_seed(1)
     k = torch.randn(1, 2, 9, 33, generator=generator)
     v = torch.randn(1, 9, 2, 70, generator=generator).transpose(1, 2).bfloat16()
-    blocks, rows = torch.randperm(20, generator=generator)[:9].div(4, rounding_mode="floor"), torch.arange(9) % 4
+    places = torch.randperm(20, generator=generator)[:9]
+    blocks, rows = places // 4, places % 4
     store, expected = (new_store(storage, 5, 2, 4, 33, 70) for _ in range(2))
-    places = {(block, row): n for n, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True))}
-    unique = torch.tensor(sorted(places.values()))  # a place that is named twice has either row
-    arguments = k[:, :, unique], v[:, :, unique], blocks[unique], rows[unique]
+    arguments = k, v, blocks, rows
     store.scatter(*arguments)
     written_in_torch(lambda: expected.scatter(*arguments))
     assert_same_bits(store.k, expected.k, expected.storage.k, 33)

@@ -89,7 +89,7 @@ def check_device(name: str, device: Any) -> torch.device:
 
 def check_floating(name: str, dtype: Any) -> None:
     """Check that the array `name` has one of `FLOATING_DTYPES`, of whatever library."""
-    if dtype_name(dtype) not in FLOATING_NAMES:
+    if dtype not in FLOATING_DTYPES and dtype_name(dtype) not in FLOATING_NAMES:
         raise InvalidTypeError(f"{name} has dtype {dtype_name(dtype)}; expected one of {', '.join(FLOATING_NAMES)}")
 
 
@@ -132,8 +132,7 @@ def check_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise InvalidTypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {letters}")
     check_shape(name, tensor.shape, shape, letters)
-    if tensor.dtype not in FLOATING_DTYPES:
-        check_floating(name, tensor.dtype)
+    check_floating(name, tensor.dtype)
     if device is not None and tensor.device != device:
         check_on_device(name, tensor.device, device)
     return tensor

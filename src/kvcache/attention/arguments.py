@@ -48,7 +48,10 @@ class AttentionOptions(CacheOptions, total=False):
 
 
 class AttentionArguments(NamedTuple):
-    """What `attend` was asked for: shapes agree, values are in range, None means "not asked for"."""
+    """What `attend` was asked for: shapes agree, values are in range, None means "not asked for".
+
+    A tuple, because every token makes one in every layer and a frozen dataclass takes five times as long.
+    """
 
     q: torch.Tensor  # (B, H, T, D)
     k: Store  # (B, Hkv, S, D), or blocks (num_blocks, Hkv, block_size, D)
@@ -67,8 +70,10 @@ class AttentionArguments(NamedTuple):
     @property
     def needs_gradient(self) -> bool:
         """Whether a gradient flows from the output to an input."""
-        tensors = [x for x in (self.q, self.k, self.v, self.sink_logits) if isinstance(x, torch.Tensor)]
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if not torch.is_grad_enabled():
+            return False
+        tensors = (self.q, self.k, self.v, self.sink_logits)
+        return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -142,7 +147,7 @@ def check_ranges(arguments: AttentionArguments) -> None:
 
 
 def _check_store(name: str, store: Any, shape: Sequence[int | None], letters: str, device: torch.device) -> None:
-    if isinstance(store, torch.Tensor) or not isinstance(store, EncodedStore):
+    if not isinstance(store, EncodedStore):
         check_tensor(name, store, shape, letters, device)
         return
     check_shape(name, tuple(store.shape), shape, letters)

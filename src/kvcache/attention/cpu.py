@@ -5,7 +5,6 @@ pointers, so an eager call goes to it directly; under `torch.compile` the same c
 """
 
 import torch
-from torch import is_grad_enabled
 from torch.compiler import is_compiling
 
 from kvcache import native
@@ -13,8 +12,6 @@ from kvcache.attention.arguments import AttentionArguments
 from kvcache.attention.encoded import Store, stored_data
 from kvcache.errors import InvalidValueError
 
-FEW_QUERIES = 8  # that share one reading of the keys and values
-LARGEST_HEAD_DIM = 512
 BEST = -1  # of native.kernels.INSTRUCTION_SETS
 
 
@@ -35,11 +32,11 @@ def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch
         or v_format is None
         or q.dtype not in native.FORMATS
         or not q.is_cpu
-        or (q.shape[2] > FEW_QUERIES and softcap is None)
-        or q.shape[3] > LARGEST_HEAD_DIM
-        or not 0 < v_head_dim <= LARGEST_HEAD_DIM
+        or (q.shape[2] > native.FEW_QUERIES and softcap is None)
+        or q.shape[3] > native.MAX_HEAD_DIM
+        or not 0 < v_head_dim <= native.MAX_HEAD_DIM
         or q.numel() == 0
-        or (is_grad_enabled() and arguments.needs_gradient)
+        or arguments.needs_gradient
     ):
         return None
     k_data, v_data = stored_data(k), stored_data(v)
@@ -47,7 +44,8 @@ def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch
     if not in_graph and not native.have_memory(q, k_data, v_data):
         return None
     if native.kernels is None:
-        native.warn_that_kernels_are_missing()
+        if not in_graph:
+            native.warn_that_kernels_are_missing()
         return None
     call = _attend_in_graph if in_graph else _attend
     output, lse = call(
@@ -93,8 +91,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert native.kernels is not None
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-    if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:  # rows that are not whole
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:
+        q, k, v = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (q, k, v))
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     batch, heads, queries, _ = q.shape
     output = torch.empty(batch, heads, queries, v_head_dim, dtype=q.dtype)
@@ -122,6 +120,7 @@ def _attend(
             k_strides,
             v.data_ptr(),
             v_format,
+            v.shape,
             v_strides,
             v_head_dim,
             0 if block_table is None else block_table.data_ptr(),

@@ -10,7 +10,7 @@ from kvcache.attention.encoded import decode_data, decoded_dtype, stored_data
 from kvcache.attention.parts import attention_by_parts, has_flash
 from kvcache.attention.visibility import visible_slots
 
-FEW_QUERIES = 8  # up to so many, reading the keys and values takes longer than the arithmetic
+MEMORY_BOUND_QUERIES = 8  # up to so many, reading the keys and values takes longer than the arithmetic
 
 
 def sdpa_applies(arguments: AttentionArguments) -> bool:
@@ -68,7 +68,7 @@ def _arithmetic_dtype(dtype: torch.dtype, num_queries: int) -> torch.dtype:
     3.5 times faster in bfloat16 where the CPU multiplies matrices of it (AMX); elsewhere float32 is as fast (AVX-512,
     float16 included) or 4 times faster (an EPYC with AVX2).
     """
-    if dtype not in (torch.float16, torch.bfloat16) or num_queries <= FEW_QUERIES:
+    if dtype not in (torch.float16, torch.bfloat16) or num_queries <= MEMORY_BOUND_QUERIES:
         return dtype
     return dtype if dtype == torch.bfloat16 and _has_amx() else torch.float32
 

@@ -14,13 +14,33 @@ from torch._C._functorch import peek_interpreter_stack
 kernels: ModuleType | None = None
 missing_because = ""
 try:
-    # After torch, whose OpenMP runtime the kernels then share, and with it the number of threads.
+    # After torch: where both want the OpenMP runtime of the same name, as on Linux, they then share torch's.
     kernels = import_module("kvcache.native._kernels")
 except ImportError as error:
     missing_because = str(error)
 
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4}
-"""What the kernels call the floating dtypes and the codecs."""
+_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    "int8": "int8",
+    "int4": "int4",
+}
+_NUMBERS: dict[str, int] = getattr(kernels, "FORMATS", dict.fromkeys(_NAMES.values(), 0))
+FORMATS = {key: _NUMBERS[name] for key, name in _NAMES.items()}
+"""The kernels' numbers for the floating dtypes and the codecs that they know."""
+
+FEW_QUERIES: int = getattr(kernels, "QUERY_TOKENS", 8)
+"""New tokens of a sequence that share one reading of its keys and values."""
+
+MAX_HEAD_DIM: int = getattr(kernels, "MAX_HEAD_DIM", 512)
+
+if kernels is not None and not kernels.HAS_OPENMP:
+    warnings.warn(
+        "kvcache's native CPU kernels were built without OpenMP and use one thread; install it (libgomp or libomp) "
+        "and then kvcache again",
+        stacklevel=2,
+    )
 
 
 def have_memory(*tensors: torch.Tensor) -> bool:
@@ -35,9 +55,9 @@ def have_memory(*tensors: torch.Tensor) -> bool:
 def warn_that_kernels_are_missing() -> None:
     """Say once what is slow and how to mend it."""
     warnings.warn(
-        f"kvcache's native CPU kernels are not there ({missing_because}), so PyTorch's attention is used, which is "
-        "several times slower over blocks and encoded rows. With a C++ compiler (GCC or Clang) installed, "
-        "`pip install --force-reinstall --no-cache-dir --no-deps torch-kvcache` builds them; without "
-        "--no-cache-dir pip may take the wheel that it built before, without them.",
+        f"kvcache's native CPU kernels are not there ({missing_because}), so PyTorch appends and attends, several times "
+        "more slowly over blocks and encoded rows. They are compiled when kvcache is installed with a C++ compiler (GCC "
+        "12 or newer, or Clang) at hand: `pip install --force-reinstall --no-cache-dir --no-deps .` in its checkout; "
+        "without --no-cache-dir pip may take the wheel that it built before, without them.",
         stacklevel=2,
     )

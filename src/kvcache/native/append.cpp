@@ -13,54 +13,9 @@ namespace kvcache {
 namespace KVCACHE_ISA {
 namespace {
 
-constexpr int GROUP = 32;               // channels that share an offset and a step
-constexpr int64_t RUN = 64;             // tokens of a head that are worked on together
+constexpr int64_t TOGETHER = 64;         // tokens of a head that are worked on together
 constexpr int64_t PER_THREAD = 1 << 15;  // numbers that are worth a thread
 constexpr float LARGEST_HALF = 65504.0f, HALF_EPS = 0x1p-10f, SMALLEST_HALF = 0x1p-24f;
-
-inline int64_t min(int64_t x, int64_t y) { return x < y ? x : y; }
-
-template <Format F>
-struct Number;
-template <>
-struct Number<Format::Float32> {
-  using Bits = uint32_t;
-  static float read(Bits x) { return float_of_bits(x); }
-  static Bits write(float x) { return bits_of(x); }
-};
-template <>
-struct Number<Format::BFloat16> {
-  using Bits = uint16_t;
-  static float read(Bits x) { return float_of_bfloat16(x); }
-  static Bits write(float x) { return bfloat16_of(x); }
-};
-template <>
-struct Number<Format::Float16> {
-  using Bits = uint16_t;
-  static float read(Bits x) { return float_of_half(x); }
-  static Bits write(float x) { return half_of(x); }
-};
-
-template <Format F>
-constexpr int item_size() {
-  return sizeof(typename Number<F>::Bits);
-}
-
-template <Format F>
-inline void read_numbers(const char* from, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = Number<F>::read(load<typename Number<F>::Bits>(from + i * item_size<F>()));
-}
-
-template <Format F>
-inline void write_numbers(const float* from, int64_t count, char* to) {
-  int64_t i = 0;
-#if defined(__F16C__)
-  if constexpr (F == Format::Float16)
-    for (; i + 8 <= count; i += 8)
-      store(to + i * 2, _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-#endif
-  for (; i < count; ++i) store(to + i * item_size<F>(), Number<F>::write(from[i]));
-}
 
 template <class T, int N, class F>
 inline T fold(Vector<T, N> x, const F& join) {
@@ -181,7 +136,7 @@ PutRow put_row(Format from, Format to) {
 }
 
 // The rows of one head's tokens [first, last).
-void put_run(const Append& a, const Rows& source, const Target& target, PutRow put, int64_t sequence, int64_t head,
+void put_run(const Append& a, const Rows& source, const Store& target, PutRow put, int64_t sequence, int64_t head,
              int64_t first, int64_t last) {
   const int64_t item = source.format == Format::Float32 ? 4 : 2;
   const char* from = source.data + (sequence * source.strides.batch + head * source.strides.head) * item;
@@ -208,9 +163,9 @@ void put_run(const Append& a, const Rows& source, const Target& target, PutRow p
 
 void append(const Append& a) {
   const PutRow put_k = put_row(a.k.format, a.k_target.format), put_v = put_row(a.v.format, a.v_target.format);
-  const int64_t runs = (a.tokens + RUN - 1) / RUN, pieces = a.batch * a.heads * runs;
+  const int64_t runs = (a.tokens + TOGETHER - 1) / TOGETHER, pieces = a.batch * a.heads * runs;
   const auto put_piece = [&](int64_t piece) {
-    const int64_t first = piece % runs * RUN, last = min(first + RUN, a.tokens);
+    const int64_t first = piece % runs * TOGETHER, last = min(first + TOGETHER, a.tokens);
     const int64_t head = piece / runs % a.heads, sequence = piece / runs / a.heads;
     put_run(a, a.k, a.k_target, put_k, sequence, head, first, last);
     put_run(a, a.v, a.v_target, put_v, sequence, head, first, last);

@@ -1,7 +1,7 @@
 // New rows on their way into blocks: what one call stores, keys and values both.
 #pragma once
 
-#include "attention.hpp"
+#include "format.hpp"
 
 namespace kvcache {
 
@@ -12,17 +12,9 @@ struct Rows {
   Strides strides;
 };
 
-// Blocks as their codec keeps them. Strides are in bytes.
-struct Target {
-  char* data;
-  Format format;
-  int64_t head_dim;
-  int64_t block_stride, head_stride, row_stride;
-};
-
 struct Append {
   Rows k, v;
-  Target k_target, v_target;
+  Store k_target, v_target;
   int64_t batch, heads, tokens;
   // (B, T), where the rows of each token go: the block and the row in it; or null: in block b from row `start` on.
   const int64_t *blocks, *rows;

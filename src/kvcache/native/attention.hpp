@@ -3,23 +3,10 @@
 
 #include <cstdint>
 
+#include "format.hpp"
+#include "numbers.hpp"
+
 namespace kvcache {
-
-enum class Format : int { Float32, BFloat16, Float16, Int8, Int4 };
-
-// Keys or values in blocks: slot j of a sequence is row j % block_size of one of its blocks. Strides are in bytes.
-struct Store {
-  const char* data;
-  Format format;
-  int head_dim;
-  int64_t block_stride, head_stride, row_stride;
-  int64_t row_size;
-};
-
-// In elements.
-struct Strides {
-  int64_t batch, head, token;
-};
 
 struct Attention {
   const void* q;
@@ -49,27 +36,28 @@ struct Work {
   int sequence, first_token, tokens;
   int64_t slot;   // where the first of these tokens sits; the next ones follow
   int64_t start;  // the first slot that may be seen
-  int first_part, parts;
+  int first_split, splits;
 };
 
 // Slots [begin, end) that some query of a work sees.
-struct Part {
+struct Split {
   int work;
   int64_t begin, end;
 };
 
-// Each part is attended for itself and the results of a work's parts are merged by their log-sum-exp. Parts depend on
-// the sequence's slots alone, so a result depends neither on the number of threads nor on the rest of the batch.
+// Each split is attended for itself, and the results of a work's splits are merged by their log-sum-exp (Flash-Decoding).
+// Splits depend on the sequence's slots alone, so a result depends neither on the number of threads nor on the rest of
+// the batch.
 struct Plan {
   const Work* works;
-  const Part* parts;
-  int num_works, num_parts;
+  const Split* splits;
+  int num_works, num_splits;
   int tile;              // slots whose scores are computed together
-  int heads_together;    // key/value heads that one thread takes through a part side by side
+  int heads_together;    // key/value heads that one thread takes through a split side by side
   int threads;           // that are worth starting
-  int64_t state_size;    // floats that a part keeps for each key/value head
+  int64_t state_size;    // floats that a split keeps for each key/value head
   int64_t scratch_size;  // floats that a thread needs
-  float* states;         // num_parts x kv_heads x state_size
+  float* states;         // num_splits x kv_heads x state_size
   float* scratch;        // threads x scratch_size
 };
 
@@ -82,11 +70,21 @@ constexpr int PANEL = 4;          // query rows that are worked on at a time
 constexpr int MAX_TILE = 32;
 constexpr int PADDING = 32;       // head sizes are padded to a multiple of this in scratch memory
 constexpr int LANES = 16;         // at least as many as a vector has
-constexpr int MAX_HEAD_DIM = 512;
 
-namespace {  // a copy for each instruction set
+namespace {  // each instruction set has a copy of its own
+
+// What the query at `slot` sees, of a sequence whose first `start` slots are padding: [start, sinks_end) and
+// [window_start, slot].
+struct Visible {
+  int64_t sinks_end, window_start;
+};
+inline Visible visible(const Attention& a, int64_t start, int64_t slot) {
+  if (!a.window) return {start, start};
+  const int64_t window_start = max(start, slot - a.window + 1);
+  return {min(start + a.sinks, window_start), window_start};
+}
+
 constexpr int padded(int head_dim) { return (head_dim + PADDING - 1) / PADDING * PADDING; }
-// Of a panel: the weighted sum of values for each row, then the rows' greatest scores and their sums of weights.
 constexpr int64_t panel_size(int v_head_dim) { return PANEL * padded(v_head_dim) + 2 * LANES; }
 }  // namespace
 

@@ -16,6 +16,7 @@ namespace {
 
 struct InstructionSet {
   const char* name;
+  int width;  // floats in a vector
   void (*attend)(const Attention&, const Plan&);
   void (*append)(const Append&);
 };
@@ -23,14 +24,14 @@ struct InstructionSet {
 // What this processor can run, the fastest last.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> sets = [] {
-    std::vector<InstructionSet> found = {{"portable", portable::attend, portable::append}};
+    std::vector<InstructionSet> found = {{"portable", 4, portable::attend, portable::append}};
 #if defined(KVCACHE_X86)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-      found.push_back({"avx2", avx2::attend, avx2::append});
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+      found.push_back({"avx2", 8, avx2::attend, avx2::append});
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        found.push_back({"avx512", avx512::attend, avx512::append});
+        found.push_back({"avx512", 16, avx512::attend, avx512::append});
     }
 #endif
     return found;
@@ -38,29 +39,18 @@ const std::vector<InstructionSet>& instruction_sets() {
   return sets;
 }
 
-// The fastest, but for head sizes that would leave half of the widest vectors empty.
+// The fastest, but for head sizes of which two vectors of it, which are read at a time, would leave some empty.
 const InstructionSet& best_for(int k_dim, int v_dim) {
   const auto& sets = instruction_sets();
-  const bool fills = k_dim % PADDING == 0 && v_dim % PADDING == 0;
-  return fills || sets.size() < 3 ? sets.back() : sets[sets.size() - 2];
+  size_t best = sets.size() - 1;
+  while (best > 1 && (k_dim % (2 * sets[best].width) || v_dim % (2 * sets[best].width))) --best;
+  return sets[best];
 }
 
 std::vector<std::string> names() {
   std::vector<std::string> result;
   for (const InstructionSet& set : instruction_sets()) result.push_back(set.name);
   return result;
-}
-
-int64_t row_size(Format format, int64_t head_dim) {
-  const int64_t parameters = 4 * ((head_dim + 31) / 32);
-  switch (format) {
-    case Format::Float32: return 4 * head_dim;
-    case Format::BFloat16:
-    case Format::Float16: return 2 * head_dim;
-    case Format::Int8: return parameters + head_dim;
-    case Format::Int4: return parameters + (head_dim + 1) / 2;
-  }
-  return 0;
 }
 
 // Sizes and strides come as torch gives them, tuples in elements.
@@ -70,22 +60,17 @@ int64_t element_size(Format format) {
   return format == Format::Float32 ? 4 : format == Format::BFloat16 || format == Format::Float16 ? 2 : 1;
 }
 
-Store make_store(uintptr_t data, int format, int64_t head_dim, const nb::tuple& strides) {
-  const Format f = Format(format);
-  const int64_t size = element_size(f);
-  return {reinterpret_cast<const char*>(data),
-          f,
-          int(head_dim),
-          at(strides, 0) * size,
-          at(strides, 1) * size,
-          at(strides, 2) * size,
-          row_size(f, head_dim)};
+// `width` is how many elements a row takes.
+Store make_store(uintptr_t data, int format, int64_t head_dim, int64_t width, const nb::tuple& strides) {
+  const int64_t size = element_size(Format(format));
+  return {reinterpret_cast<char*>(data), Format(format),        int(head_dim),          at(strides, 0) * size,
+          at(strides, 1) * size,         at(strides, 2) * size, width * size};
 }
 
 // The output (B, H, T, Dv) and the log-sum-exp (B, H, T) are contiguous; addresses may be 0 where a thing is not given.
 void attend(int instruction_set, uintptr_t q, int q_format, const nb::tuple& q_shape, const nb::tuple& q_strides,
             uintptr_t k, int k_format, const nb::tuple& k_shape, const nb::tuple& k_strides,  //
-            uintptr_t v, int v_format, const nb::tuple& v_strides, int v_dim,                 //
+            uintptr_t v, int v_format, const nb::tuple& v_shape, const nb::tuple& v_strides, int v_dim,  //
             uintptr_t table, int64_t table_stride, int64_t num_slots, uintptr_t lengths, uintptr_t starts,
             int64_t window, int64_t sinks, float scale, float softcap, uintptr_t sink_logits,  //
             uintptr_t out, uintptr_t lse, int threads) {
@@ -94,8 +79,8 @@ void attend(int instruction_set, uintptr_t q, int q_format, const nb::tuple& q_s
   const Attention attention = {reinterpret_cast<const void*>(q),
                                Format(q_format),
                                {at(q_strides, 0), at(q_strides, 1), at(q_strides, 2)},
-                               make_store(k, k_format, k_dim, k_strides),
-                               make_store(v, v_format, v_dim, v_strides),
+                               make_store(k, k_format, k_dim, at(k_shape, 3), k_strides),
+                               make_store(v, v_format, v_dim, at(v_shape, 3), v_strides),
                                int(at(q_shape, 0)),
                                int(heads),
                                int(kv_heads),
@@ -127,12 +112,6 @@ Rows make_rows(uintptr_t data, int format, const nb::tuple& strides) {
   return {reinterpret_cast<const char*>(data), Format(format), {at(strides, 0), at(strides, 1), at(strides, 2)}};
 }
 
-Target make_target(uintptr_t data, int format, int64_t head_dim, const nb::tuple& strides) {
-  const int64_t size = element_size(Format(format));
-  return {reinterpret_cast<char*>(data), Format(format),        head_dim,
-          at(strides, 0) * size,         at(strides, 1) * size, at(strides, 2) * size};
-}
-
 // Nothing is checked; addresses of blocks and rows may be 0.
 void append(int instruction_set, uintptr_t k, int k_format, const nb::tuple& k_shape, const nb::tuple& k_strides,
             uintptr_t v, int v_format, const nb::tuple& v_shape, const nb::tuple& v_strides,  //
@@ -141,8 +120,8 @@ void append(int instruction_set, uintptr_t k, int k_format, const nb::tuple& k_s
             uintptr_t blocks, uintptr_t rows, int64_t start, int threads) {
   const Append append = {make_rows(k, k_format, k_strides),
                          make_rows(v, v_format, v_strides),
-                         make_target(k_target, k_target_format, at(k_shape, 3), k_target_strides),
-                         make_target(v_target, v_target_format, at(v_shape, 3), v_target_strides),
+                         make_store(k_target, k_target_format, at(k_shape, 3), 0, k_target_strides),
+                         make_store(v_target, v_target_format, at(v_shape, 3), 0, v_target_strides),
                          at(k_shape, 0),
                          at(k_shape, 1),
                          at(k_shape, 2),
@@ -160,6 +139,20 @@ void append(int instruction_set, uintptr_t k, int k_format, const nb::tuple& k_s
 
 NB_MODULE(_kernels, m) {
   m.attr("INSTRUCTION_SETS") = names();
+  m.attr("QUERY_TOKENS") = QUERY_TOKENS;
+  m.attr("MAX_HEAD_DIM") = MAX_HEAD_DIM;
+#if defined(_OPENMP)
+  m.attr("HAS_OPENMP") = true;
+#else
+  m.attr("HAS_OPENMP") = false;
+#endif
+  nb::dict formats;
+  formats["float32"] = int(Format::Float32);
+  formats["bfloat16"] = int(Format::BFloat16);
+  formats["float16"] = int(Format::Float16);
+  formats["int8"] = int(Format::Int8);
+  formats["int4"] = int(Format::Int4);
+  m.attr("FORMATS") = formats;
   m.def("attend", attend);
   m.def("append", append);
 }

@@ -5,7 +5,7 @@
 // the same order once.
 #pragma once
 
-#include "attention.hpp"
+#include "format.hpp"
 #include "numbers.hpp"
 #include "vectors.hpp"
 
@@ -14,8 +14,7 @@ namespace KVCACHE_ISA {
 namespace {
 
 constexpr int PAIR = 2 * W;
-constexpr int GROUP = 32;  // channels that share an offset and a step; a pair never crosses a group
-static_assert(GROUP % PAIR == 0);
+static_assert(GROUP % PAIR == 0);  // a pair never crosses a group
 
 
 // Channels of a row that is read pair by pair to its end.
@@ -76,7 +75,7 @@ struct GroupRow {
   void open(const char* row, int head_dim) {
     const int groups = (head_dim + GROUP - 1) / GROUP;
     codes = row + 4 * groups;
-    if (head_dim < 12) {  // a row too short to be read 4 parameters at a time
+    if (head_dim < 12) {  // fewer than 8 bytes behind the step in an int4 row: too short to be read 4 at a time
       offsets[0] = float_of_half(load<uint16_t>(row));
       steps[0] = float_of_bits(uint32_t(load<uint16_t>(row + 2)) << 15);
       return;

@@ -82,9 +82,9 @@ inline Vector<uint32_t, N> widen(const void* numbers) {
   return load<Vector<uint32_t, N>>(wide);
 }
 
-inline V splat(float x) { return x - V{}; }
+inline V splat(float x) { return x - V{}; }  // minus, because -0 + 0 is 0
 
-inline V max(V x, V y) { return x > y ? x : y; }
+inline V greater(V x, V y) { return x > y ? x : y; }  // y where x is NaN
 
 template <int N>
 inline Vector<float, N> half_to_float(Vector<uint16_t, N> half) {
@@ -120,7 +120,7 @@ inline V exp2(V x) {
   p = p * f + 2.4022650695910072e-1f;
   p = p * f + 6.9314718055994531e-1f;
   p = p * f + 1.0f;
-  const U exponent = (U)__builtin_convertvector(n, I) << 23;
+  const U exponent = (U)__builtin_convertvector(n, I) << 23;  // 0 for NaN: processors convert it to 0 or to 2^31
   const V power = (V)((U)p + exponent);
   return x < low ? splat(0.0f) : power;
 }
@@ -141,7 +141,7 @@ inline V tanh(V x) {
 }
 
 // The sums of four vectors. Two rounds of unpacking add lanes beside each other without crossing 128 bits.
-inline V4 sums(V a, V b, V c, V d) {
+inline V4 horizontal_sums(V a, V b, V c, V d) {
 #if defined(__AVX512F__)
 #define LOW_PAIRS 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
 #define HIGH_PAIRS 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31

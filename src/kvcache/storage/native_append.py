@@ -44,7 +44,7 @@ def append_rows(
     """
     k_format, v_format = store.formats
     if (
-        native.kernels is None
+        native.kernels is None  # of which `attend` warns
         or k_format is None
         or v_format is None
         or not store.k.is_cpu

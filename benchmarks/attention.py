@@ -8,7 +8,7 @@ order and for one block a sequence. Beside it, in the same run, what else PyTorc
     python -m benchmarks.attention            # some minutes, 9 GB of memory
     python -m benchmarks.attention --quick    # one shape, few rounds; writes no files
 
-It prints tables, and writes benchmarks/results/attention.json and attention.png.
+It prints tables, and writes benchmarks/results/attention.json and, through attention_plot.py, attention.png.
 
 Bandwidth: all of torch's threads read 2 GiB in several ways: sums of float32 and of int64, a matrix times a vector, a
 dot product. The fastest of them is then measured before each shape in each round. The limit takes the median of a
@@ -29,19 +29,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 from rich.console import Console
 from rich.progress import track
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcache import attend
 
+from .attention_plot import OURS, RESULTS, plot
 from .machine import machine
 from .memory import Memory, Reader
 
@@ -52,7 +49,6 @@ BLOCK_SIZES = (16, 64, 256, None)  # None: one block a sequence, a plain tensor
 CONTEXTS = (64, 256, 1024, 4096, 16384, 65536, 131072)
 ROUNDS, QUICK_ROUNDS = 21, 3
 SLOW_EVERY = 4  # rounds from one measurement of a slow side to the next
-RESULTS = Path(__file__).parent / "results" / "attention.json"
 
 
 @dataclass(frozen=True)
@@ -99,10 +95,9 @@ def concatenated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
     return grouped(q, k, v)
 
 
-OURS, GROUPED = "kvcache.attend", "SDPA grouped"
 SIDES: dict[str, Callable[..., torch.Tensor]] = {
     OURS: attend,
-    GROUPED: grouped,
+    "SDPA grouped": grouped,
     "SDPA enable_gqa": partial(scaled_dot_product_attention, enable_gqa=True),
     "repeat + SDPA": repeated,
     "concatenate + SDPA": concatenated,
@@ -250,57 +245,8 @@ def _comparisons(results: Results) -> Iterator[str]:
             yield "\n".join([title, head, *lines])
 
 
-def plot(results: Results, path: Path) -> None:
-    figure = Figure(figsize=(12, 9), layout="constrained")
-    axes = figure.subplot_mosaic([["blocks", "tensor"], ["sides", "sides"]])
-    axes["tensor"].sharey(axes["blocks"])
-    for name, block_size in (("blocks", BLOCK_SIZES[0]), ("tensor", None)):
-        _plot_contexts(axes[name], results, block_size)
-    _plot_sides(axes["sides"], results)
-    for each in axes.values():
-        each.set_ylabel("time over the memory limit")
-        each.set_yscale("log")
-        each.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-        each.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
-        each.yaxis.set_minor_formatter(NullFormatter())
-        each.axhline(1, color="dimgray", linestyle="--", linewidth=1)
-        each.grid(axis="y", alpha=0.3)
-    figure.supxlabel(f"{machine()}; medians", fontsize="small", color="dimgray")
-    figure.savefig(path, dpi=150)
-
-
-def _plot_contexts(axes: Axes, results: Results, block_size: int | None) -> None:
-    for storage, marker in zip(STORAGES, "os^Dvp", strict=True):
-        ratios = [results[Case(shape, storage, block_size=block_size)].over_limit for shape in BY_CONTEXT]
-        axes.plot(CONTEXTS, ratios, marker=marker, label=storage)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(CONTEXTS, [f"{length // 1024}k" if length >= 1024 else length for length in CONTEXTS])
-    axes.set_xlabel("tokens stored")
-    axes.legend(frameon=False)
-    axes.set_title(f"{OURS}, {_layout(block_size)}, 32 heads over 8 of 128")
-
-
-def _plot_sides(axes: Axes, results: Results) -> None:
-    groups = [(shape, storage) for shape in SHAPES for storage in FLOATS]
-    width = 0.8 / len(SIDES)
-    for index, side in enumerate(SIDES):
-        places = [group + (index - (len(SIDES) - 1) / 2) * width for group in range(len(groups))]
-        axes.bar(places, [results[Case(*group, side)].over_limit for group in groups], width, label=side)
-    axes.set_xticks(range(len(groups)), [storage for _, storage in groups], fontsize="small")
-    for index, shape in enumerate(SHAPES):
-        middle = (index + 0.5) / len(SHAPES)
-        label = str(shape).replace(", ", "\n")
-        axes.text(middle, -0.1, label, transform=axes.transAxes, ha="center", va="top")
-    for end in range(len(FLOATS), len(groups), len(FLOATS)):
-        axes.axvline(end - 0.5, ymax=0.9, color="dimgray", linewidth=1)
-    axes.set_xlim(-0.5, len(groups) - 0.5)
-    axes.set_ylim(0.7, 3 * axes.get_ylim()[1])  # room for the legend
-    axes.legend(frameon=False, ncols=len(SIDES), loc="upper center")
-    axes.set_title("Plain tensors, one new token: all sides")
-
-
-def save(results: Results, bandwidths: Bandwidths, reader: Reader) -> None:
-    data = {
+def results_file(results: Results, bandwidths: Bandwidths, reader: Reader) -> dict[str, Any]:
+    return {
         "machine": machine(),
         "rounds": ROUNDS,
         "memory_read_by": reader.way,
@@ -322,8 +268,6 @@ def save(results: Results, bandwidths: Bandwidths, reader: Reader) -> None:
             for title, compare in COMPARISONS.items()
         },
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def _row(case: Case, result: Result) -> dict[str, Any]:
@@ -337,6 +281,19 @@ def _row(case: Case, result: Result) -> dict[str, Any]:
         "gigabytes_per_second": result.speed / 1e9,
         "over_limit": result.over_limit,
     }
+
+
+def dump(value: Any, indent: str = "") -> str:
+    """Return JSON in which a list or an object of nothing but numbers and strings is one line."""
+    parts = list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    if not any(isinstance(part, dict | list) for part in parts):
+        return json.dumps(value)
+    deeper = indent + "  "
+    lines = [deeper + dump(part, deeper) for part in parts]
+    if isinstance(value, dict):
+        lines = [f"{deeper}{json.dumps(key)}: {dump(part, deeper)}" for key, part in value.items()]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n" + ",\n".join(lines) + f"\n{indent}{closing}"
 
 
 def main() -> None:
@@ -355,8 +312,10 @@ def main() -> None:
     print("limit: time over that of reading the keys and values once; ours: over kvcache.attend's with one block.\n")
     print(report(results, bandwidths))
     if not quick:
-        save(results, bandwidths, reader)
-        plot(results, RESULTS.with_suffix(".png"))
+        data = results_file(results, bandwidths, reader)
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(dump(data) + "\n")
+        plot(data, RESULTS.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def check_float(name: str, value: Any) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:  # which torch.compile can follow where the number changes
         raise InvalidValueError(f"{name} is {number}; expected a finite number")
     return number
 

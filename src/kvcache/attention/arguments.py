@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from torch.autograd import forward_ad
 
 from kvcache.attention.encoded import EncodedStore, Store, decoded_dtype
 from kvcache.checks import (
@@ -20,6 +21,8 @@ from kvcache.errors import InvalidTypeError, InvalidValueError
 
 K_LETTERS = "(B, Hkv, S, D)", "(num_blocks, Hkv, block_size, D)"  # without a block table and with one
 V_LETTERS = "(B, Hkv, S, Dv)", "(num_blocks, Hkv, block_size, Dv)"
+
+LARGEST_SOFTCAP = 1e30  # above it scores differ by nothing from what they were, and float32 would overflow
 
 IntTensorLike = torch.Tensor | Sequence[Any]
 
@@ -70,6 +73,8 @@ class AttentionArguments(NamedTuple):
     @property
     def needs_gradient(self) -> bool:
         """Whether a gradient flows from the output to an input."""
+        if forward_ad._current_level >= 0:  # tangents go their own way, whether gradients are on or not
+            return True
         if not torch.is_grad_enabled():
             return False
         tensors = (self.q, self.k, self.v, self.sink_logits)
@@ -133,6 +138,8 @@ def check_scores(
         softcap = check_float("softcap", softcap)
         if softcap <= 0:
             raise InvalidValueError(f"softcap is {softcap}; expected a number > 0")
+        if softcap > LARGEST_SOFTCAP:
+            softcap = None
     if sink_logits is not None:
         check_tensor("sink_logits", sink_logits, (q.shape[1],), "(H,)", q.device)
     return scale, softcap

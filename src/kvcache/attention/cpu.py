@@ -13,6 +13,7 @@ from kvcache.attention.encoded import Store, stored_data
 from kvcache.errors import InvalidValueError
 
 BEST = -1  # of native.kernels.INSTRUCTION_SETS
+SMALLEST_SOFTCAP = 1e-30  # scores divided by less would leave float32's range
 
 
 def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -33,6 +34,7 @@ def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch
         or q.dtype not in native.FORMATS
         or not q.is_cpu
         or (q.shape[2] > native.FEW_QUERIES and softcap is None)
+        or (softcap is not None and softcap < SMALLEST_SOFTCAP)
         or q.shape[3] > native.MAX_HEAD_DIM
         or not 0 < v_head_dim <= native.MAX_HEAD_DIM
         or q.numel() == 0
@@ -95,8 +97,8 @@ def _attend(
         q, k, v = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (q, k, v))
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     batch, heads, queries, _ = q.shape
-    output = torch.empty(batch, heads, queries, v_head_dim, dtype=q.dtype)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32) if return_lse else None
+    output = q.new_empty(batch, heads, queries, v_head_dim)
+    lse = q.new_empty(batch, heads, queries, dtype=torch.float32) if return_lse else None
     num_slots, table_stride = k.shape[2], 0
     if block_table is not None:
         block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()

@@ -110,7 +110,7 @@ def _equal_rows_attention(
 def _kernel_input(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """Return (..., width) with rows side by side; the kernel gives garbage for channels with a stride of their own."""
     if tensor.shape[-1] < width:
-        return pad(tensor, (0, width - tensor.shape[-1]))
+        tensor = pad(tensor, (0, width - tensor.shape[-1]))  # which keeps the layout, whatever it is
     side_by_side = tensor.stride(-1) == 1 and tensor.stride(-2) >= width
     return tensor if side_by_side else tensor.clone(memory_format=torch.contiguous_format)
 

@@ -3,6 +3,7 @@
 from functools import cache, reduce
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcache.attention.arguments import AttentionArguments
@@ -15,6 +16,8 @@ MEMORY_BOUND_QUERIES = 8  # up to so many, reading the keys and values takes lon
 
 def sdpa_applies(arguments: AttentionArguments) -> bool:
     """Whether `sdpa_attention` serves these arguments; `reference_attention` serves all."""
+    if forward_ad._current_level >= 0:  # SDPA's kernels on a CPU have no rule for tangents
+        return False
     if _by_parts(arguments):
         return arguments.softcap is None
     k, v = arguments.k, arguments.v

@@ -9,7 +9,6 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 
 kernels: ModuleType | None = None
 missing_because = ""
@@ -35,7 +34,9 @@ FEW_QUERIES: int = getattr(kernels, "QUERY_TOKENS", 8)
 
 MAX_HEAD_DIM: int = getattr(kernels, "MAX_HEAD_DIM", 512)
 
-if kernels is not None and not kernels.HAS_OPENMP:
+RECORDING_MODES = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
+
+if not getattr(kernels, "HAS_OPENMP", True):
     warnings.warn(
         "kvcache's native CPU kernels were built without OpenMP and use one thread; install it (libgomp or libomp) "
         "and then kvcache again",
@@ -44,20 +45,26 @@ if kernels is not None and not kernels.HAS_OPENMP:
 
 
 def have_memory(*tensors: torch.Tensor) -> bool:
-    """Whether these are plain tensors: not those of other modes and transforms, such as vmap, that have no address."""
+    """Whether these are plain tensors, of which an address tells all, and nobody records what is done with them.
+
+    Subclasses, the tensors of transforms such as vmap, and those that stand for their negative are not plain; tracing
+    records operations of PyTorch alone.
+    """
     for tensor in tensors:  # a loop: this is on the way of every token
-        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        if (type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter) or tensor.is_neg():
             return False
-    return peek_interpreter_stack() is None
+    if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, RECORDING_MODES)):
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None and torch._C._get_tracing_state() is None
 
 
 @cache
 def warn_that_kernels_are_missing() -> None:
     """Say once what is slow and how to mend it."""
     warnings.warn(
-        f"kvcache's native CPU kernels are not there ({missing_because}), so PyTorch appends and attends, several times "
-        "more slowly over blocks and encoded rows. They are compiled when kvcache is installed with a C++ compiler (GCC "
-        "12 or newer, or Clang) at hand: `pip install --force-reinstall --no-cache-dir --no-deps .` in its checkout; "
-        "without --no-cache-dir pip may take the wheel that it built before, without them.",
-        stacklevel=2,
+        f"kvcache's native CPU kernels are not there ({missing_because}), so PyTorch appends and attends, several "
+        "times more slowly over blocks and encoded rows. They are compiled when kvcache is installed with a C++ "
+        "compiler (GCC 12 or newer, or Clang) at hand: in its checkout `pip install --force-reinstall --no-cache-dir "
+        "--no-deps .`; without --no-cache-dir pip may take the wheel that it built before, without them.",
+        stacklevel=5,  # who calls `attend`
     )

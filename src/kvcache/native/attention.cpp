@@ -64,14 +64,15 @@ class Kernel {
         const float row_max = state_of(s, kv_head, panel).row_max[lane];
         top = row_max > top ? row_max : top;
       }
-      float total = top > -INF ? __builtin_exp2f(sink - top) : 0.0f;
+      float total = top > -INF && top < INF ? __builtin_exp2f(sink - top) : 0.0f;
       alignas(64) float sums[MAX_HEAD_DIM] = {};
+      const bool sink_takes_all = sink == INF;  // in base 2 so has a logit near float's largest number
       for (int s = work.first_split; s < work.first_split + work.splits; ++s) {
         const PanelState state = state_of(s, kv_head, panel);
         float row_sum = 0.0f;
         for (int i = lane; i < W; i += stride) row_sum += state.row_sum[i];
         // It saw nothing here. With NaN for all its scores, which no score is greater than, the sum is NaN.
-        if (state.row_max[lane] == -INF && row_sum == 0.0f) continue;
+        if (sink_takes_all || (state.row_max[lane] == -INF && row_sum == 0.0f)) continue;
         const float weight = __builtin_exp2f(state.row_max[lane] - top);
         total += weight * row_sum;
         const float* from = state.sums + lane * v_dim;
@@ -83,7 +84,8 @@ class Kernel {
       write_output(sums, work.sequence * a.out_strides.batch + head * a.out_strides.head + token * a.out_strides.token);
       if (a.lse) {
         const Strides& s = a.lse_strides;
-        a.lse[work.sequence * s.batch + head * s.head + token * s.token] = (top + __builtin_log2f(total)) * LN2;
+        a.lse[work.sequence * s.batch + head * s.head + token * s.token] =
+            sink_takes_all ? a.sink_logits[head] : (top + __builtin_log2f(total)) * LN2;
       }
     }
   }

@@ -78,6 +78,8 @@ Plan make_plan(const Attention& a) {
       works.back().splits = int(splits.size()) - works.back().first_split;
     }
   }
+  if (!a.q || (!splits.empty() && (!a.k.data || !a.v.data)))
+    throw std::runtime_error("q, k or v has no memory: its storage was resized to nothing");
   Plan plan;
   plan.works = works.data();
   plan.splits = splits.data();

@@ -77,6 +77,8 @@ def _append(
     rows: torch.Tensor | None,
 ) -> None:
     assert native.kernels is not None
+    stores = k_blocks, v_blocks
+    k, v = _apart_from(stores, k), _apart_from(stores, v)
     native.kernels.append(
         BEST,
         k.data_ptr(),
@@ -98,6 +100,16 @@ def _append(
         start,
         torch.get_num_threads(),
     )
+
+
+def _apart_from(stores: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Return a copy of rows that lie in the memory that is written."""
+    address = rows.data_ptr()
+    for store in stores:
+        start = store.data_ptr()
+        if start <= address < start + store.nbytes:
+            return rows.clone()
+    return rows
 
 
 @torch.library.custom_op("kvcache::append", mutates_args=("k_blocks", "v_blocks"))

@@ -37,7 +37,7 @@ class BlockPool:
     Args:
         spec: the layers, for instance `CacheSpec.from_config(model.config)`.
         num_blocks: blocks of each kind of layers, >= 1; or one number a kind, as in {"full": 100, "sliding": 20}.
-        block_size: token rows of a block, >= 1.
+        block_size: token rows of a block, >= 1; 64 is read as fast as larger ones (docs/speed.md).
         storage: how rows are kept, as in `KVCache`: "float32", "bfloat16", "int8", "int8/int4" ...
         device: where the blocks are.
 
@@ -68,7 +68,7 @@ class BlockPool:
         self,
         spec: CacheSpec,
         num_blocks: int | Mapping[str, int],
-        block_size: int = 16,
+        block_size: int = 64,
         storage: StorageLike = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:

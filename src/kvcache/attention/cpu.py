@@ -4,6 +4,8 @@ The kernel reads keys and values once, straight from where they are stored, for 
 pointers, so an eager call goes to it directly; under `torch.compile` the same call is one operation of the graph.
 """
 
+from typing import Any
+
 import torch
 from torch.compiler import is_compiling
 
@@ -172,21 +174,7 @@ def _attend_in_graph(
 
 @_attend_in_graph.register_fake
 def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_format: int,
-    v_format: int,
-    v_head_dim: int,
-    block_table: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    window: int | None,
-    sinks: int,
-    scale: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
-    return_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_format: int, v_format: int, v_head_dim: int, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output = q.new_empty(*q.shape[:3], v_head_dim)
-    return output, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+    return_lse = rest[-1]
+    return q.new_empty(*q.shape[:3], v_head_dim), q.new_empty(q.shape[:3] if return_lse else 0, dtype=torch.float32)

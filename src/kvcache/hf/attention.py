@@ -20,8 +20,8 @@ HARMLESS = {"cache_position", "is_causal", "logits_to_keep", "position_ids", "sl
 def fused_decode(model: Any) -> Iterator[None]:
     """Within it the model's decode steps read the cache through `attend`, everything else goes where it went before.
 
-    That is so for models on a CPU whose attention is transformers' "sdpa"; others stay as they are, and models of several
-    parts, each of which may have an attention of its own.
+    That is so for models on a CPU whose attention is transformers' "sdpa"; others stay as they are, and so do models of
+    several parts, each of which may have an attention of its own.
     """
     before = model.config._attn_implementation
     if before != "sdpa" or model.config.sub_configs or model.device.type != "cpu":

@@ -397,3 +397,15 @@ def test_codecs_are_known_by_their_names():
 def test_what_names_no_storage_is_refused_by_the_arguments_name(value, error, message):
     with pytest.raises(error, match=message):
         check_storage("rows", value)
+
+
+@both_codecs
+def test_rows_that_a_codec_does_not_make_are_refused(codec):
+    data = codec.encode(random_rows(1, 2, 5, 64))
+    assert EncodedRows(codec, data, 64).shape == (1, 2, 5, 64)
+    other = GroupCodec(12 - codec.bits)
+    for wrong, of, head_dim in ((data[..., :8], codec, 64), (data, codec, 32), (data, other, 64)):
+        with pytest.raises(InvalidValueError, match=f"data has {wrong.shape[-1]} bytes a row; expected"):
+            EncodedRows(of, wrong, head_dim)
+    with pytest.raises(InvalidTypeError, match="data has dtype float32; expected uint8"):
+        EncodedRows(codec, data.float(), 64)

@@ -62,7 +62,7 @@ def have_memory(*tensors: torch.Tensor) -> bool:
 def warn_that_kernels_are_missing() -> None:
     """Say once what is slow and how to mend it."""
     warnings.warn(
-        f"kvcache's native CPU kernels are not there ({missing_because}), so PyTorch appends and attends, several "
+        f"kvcache's native CPU kernels are not there ({missing_because}), so PyTorch appends and attends, many "
         "times more slowly over blocks and encoded rows. They are compiled when kvcache is installed with a C++ "
         "compiler (GCC 12 or newer, or Clang) at hand: in its checkout `pip install --force-reinstall --no-cache-dir "
         "--no-deps .`; without --no-cache-dir pip may take the wheel that it built before, without them.",

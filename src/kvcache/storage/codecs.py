@@ -145,12 +145,25 @@ CODECS: dict[str, Codec] = {
 class EncodedRows(EncodedStore):
     """Encoded keys or values, which `attend` takes like a tensor (num_blocks or B, Hkv, block_size or S, head_dim).
 
-    Made by `GroupCodec.readable`.
+    What the caches of int8 and int4 rows hand to `attend`; made by `GroupCodec.readable`.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: `data` is not what the codec keeps for `head_dim` channels.
     """
 
     codec: GroupCodec
     data: torch.Tensor  # (N, Hkv, S, width) bytes
     head_dim: int
+
+    def __post_init__(self) -> None:
+        width = self.codec.width(self.head_dim)
+        if self.data.shape[-1] != width:  # a kernel would read past the end of a row
+            raise InvalidValueError(
+                f"data has {self.data.shape[-1]} bytes a row; expected {width}, which {self.codec.name} takes for "
+                f"head_dim = {self.head_dim}"
+            )
+        if self.data.dtype != self.codec.dtype:
+            raise InvalidTypeError(f"data has dtype {dtype_name(self.data.dtype)}; expected uint8")
 
     @property
     def codec_name(self) -> str:

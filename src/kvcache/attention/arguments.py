@@ -109,21 +109,45 @@ def check_arguments(
         raise InvalidValueError("q has head size D = 0; expected D >= 1")
     paged = block_table is not None
     _check_store("k", k, (None if paged else batch, None, None, head_dim), K_LETTERS[paged], device)
-    num_blocks, kv_heads, num_slots, _ = k.shape
-    _check_store("v", v, (num_blocks, kv_heads, num_slots, None), V_LETTERS[paged], device)
+    num_blocks, kv_heads, block_size, _ = k.shape
+    _check_store("v", v, (num_blocks, kv_heads, block_size, None), V_LETTERS[paged], device)
     check_head_groups(heads, kv_heads)
     if block_table is not None:
         block_table = check_int_tensor("block_table", block_table, (batch, None), "(B, M)", device)
-        num_slots *= block_table.shape[1]
     if lengths is not None:
         lengths = check_int_tensor("lengths", lengths, (batch,), "(B,)", device)
     if starts is not None:
         starts = check_int_tensor("starts", starts, (batch,), "(B,)", device)
     if window is not None:
-        window = min(check_int("window", window, minimum=1), num_slots)  # no more can be seen
-    sinks = min(check_int("sinks", sinks, minimum=0), num_slots)
+        window = check_int("window", window, minimum=1)
+    sinks = check_int("sinks", sinks, minimum=0)
     scale, softcap = check_scores(q, scale, softcap, sink_logits)
     check_bool("return_lse", return_lse)
+    return attention_arguments(
+        q, k, v, block_size, block_table, lengths, starts, window, sinks, scale, softcap, sink_logits, return_lse
+    )
+
+
+def attention_arguments(
+    q: torch.Tensor,
+    k: Store,
+    v: Store,
+    block_size: int,  # S where there is no block table
+    block_table: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    window: int | None,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    return_lse: bool,
+) -> AttentionArguments:
+    """Return the arguments of a call, of which each is checked."""
+    num_slots = block_size if block_table is None else block_table.shape[1] * block_size
+    if window is not None:
+        window = min(window, num_slots)  # no more can be seen
+    sinks = min(sinks, num_slots)
     return AttentionArguments(
         q, k, v, block_table, lengths, starts, window, sinks, scale, softcap, sink_logits, return_lse, num_slots
     )

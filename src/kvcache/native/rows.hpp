@@ -16,53 +16,43 @@ namespace {
 constexpr int PAIR = 2 * W;
 static_assert(GROUP % PAIR == 0);  // a pair never crosses a group
 
-
 // Channels of a row that is read pair by pair to its end.
 inline int whole_pairs(int head_dim) { return (head_dim + PAIR - 1) / PAIR * PAIR; }
 
-struct Float32 {
-  static constexpr bool interleaved = false;
+// What rows of plain numbers, of SIZE bytes each, have in common. `F` reads a pair.
+template <class F, int SIZE>
+struct Numbers {
   using Row = const char*;
   static void open(const char* at, int, Row& row) { row = at; }
+  static Pair tail(const Row& row, int c, int n) {
+    char padded[PAIR * SIZE] = {};
+    std::memcpy(padded, row + c * PAIR * SIZE, n * SIZE);
+    return F::pair(padded, 0);
+  }
+};
+
+struct Float32 : Numbers<Float32, 4> {
+  static constexpr bool interleaved = false;
   static Pair pair(const Row& row, int c) {
     const char* from = row + c * PAIR * 4;
     return {load<V>(from), load<V>(from + W * 4)};
   }
-  static Pair tail(const Row& row, int c, int n) {
-    char padded[PAIR * 4] = {};
-    std::memcpy(padded, row + c * PAIR * 4, n * 4);
-    return pair(padded, 0);
-  }
 };
 
-struct BFloat16 {
+struct BFloat16 : Numbers<BFloat16, 2> {
   static constexpr bool interleaved = true;
-  using Row = const char*;
-  static void open(const char* at, int, Row& row) { row = at; }
   static Pair pair(const Row& row, int c) {
     const U words = load<U>(row + c * PAIR * 2);
     return {(V)(words << 16), (V)(words & 0xffff0000u)};
   }
-  static Pair tail(const Row& row, int c, int n) {
-    char padded[PAIR * 2] = {};
-    std::memcpy(padded, row + c * PAIR * 2, n * 2);
-    return pair(padded, 0);
-  }
 };
 
-struct Float16 {
+struct Float16 : Numbers<Float16, 2> {
   static constexpr bool interleaved = false;
-  using Row = const char*;
-  static void open(const char* at, int, Row& row) { row = at; }
   static Pair pair(const Row& row, int c) {
     const char* from = row + c * PAIR * 2;
     using Halves = Vector<uint16_t, W>;
     return {half_to_float<W>(load<Halves>(from)), half_to_float<W>(load<Halves>(from + W * 2))};
-  }
-  static Pair tail(const Row& row, int c, int n) {
-    char padded[PAIR * 2] = {};
-    std::memcpy(padded, row + c * PAIR * 2, n * 2);
-    return pair(padded, 0);
   }
 };
 

@@ -112,20 +112,7 @@ def _apart_from(stores: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -
     return rows
 
 
-@torch.library.custom_op("kvcache::append", mutates_args=("k_blocks", "v_blocks"))
-def _append_in_graph(
-    k_blocks: torch.Tensor,
-    v_blocks: torch.Tensor,
-    k_format: int,
-    v_format: int,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: int,
-    blocks: torch.Tensor | None,
-    rows: torch.Tensor | None,
-) -> None:
-    """The same as one operation of a graph."""
-    _append(k_blocks, v_blocks, k_format, v_format, k, v, start, blocks, rows)
+_append_in_graph = torch.library.custom_op("kvcache::append", _append, mutates_args=("k_blocks", "v_blocks"))
 
 
 @_append_in_graph.register_fake

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import torch
 
-from kvcache.attention.arguments import AttentionArguments, ScoreOptions, check_head_groups, check_scores
+from kvcache.attention.arguments import ScoreOptions, attention_arguments, check_head_groups, check_scores
 from kvcache.attention.dispatch import checked_attention
 from kvcache.checks import check_bool, check_int, check_tensor
 from kvcache.errors import InvalidTypeError, InvalidValueError
@@ -154,23 +154,20 @@ class Step:
         for queries, (block_table, lengths) in zip(
             self._packing.unpacked(q), self._packing.sources(spec.kind), strict=True
         ):
-            num_slots = block_table.shape[1] * store.block_size
-            window = None if spec.window is None else min(spec.window, num_slots)
-            sinks = min(spec.sinks, num_slots)
-            arguments = AttentionArguments(
+            arguments = attention_arguments(
                 queries,
                 k,
                 v,
+                store.block_size,
                 block_table,
                 lengths,
                 None,
-                window,
-                sinks,
+                spec.window,
+                spec.sinks,
                 scale,
                 softcap,
                 sink_logits,
                 return_lse,
-                num_slots,
             )
             results.append(checked_attention(arguments))
         outputs = self._packing.packed([output for output, _ in results])

@@ -125,7 +125,7 @@ class Kernel {
 
   // What to bring in of `store` from `rows` on while rows of head_dim channels are worked on.
   static Ahead ahead(const Store& store, const char* rows, int head_dim) {
-    return {rows, store.row_stride, store.row_size, store.row_size * PAIR / max(head_dim, PAIR)};
+    return {rows, store.row_stride, store.row_size, int(max(1, head_dim / PAIR))};
   }
 
   // Query rows, token by token and head by head, scaled, in the order in which keys are read.
@@ -166,7 +166,8 @@ class Kernel {
   template <class Use>
   void for_value_runs(const Tile& tile, const Use& use) const {
     for_runs(a.v, tile, [&](Run run, int first) {
-      if (first == 0) run.ahead = ahead(a.k, tile.next_keys, a.v.head_dim);  // where the next tile's first run is
+      // Where the next tile's first run is; its others, if it has any, come unasked.
+      if (first == 0 && tile.next_keys) run.ahead = ahead(a.k, tile.next_keys, a.v.head_dim);
       use(run, first);
     });
   }

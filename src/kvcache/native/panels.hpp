@@ -19,24 +19,37 @@ constexpr float INF = __builtin_inff();
 // every vector belongs to one row.
 constexpr int score_stride(int rows) { return rows == 3 ? 4 : rows; }
 
-// Rows that will be read next, to be brought into the cache while others are worked on: a share of them with each pair
-// of channels, because a core keeps few requests open at a time and what comes in a bunch waits.
-struct Ahead {
-  const char* rows = nullptr;
-  int64_t stride = 0, size = 0;
-  int64_t share = 0;  // of a row, with each pair
-
-  // Bring in the share of the N rows from `first` on that belongs to pair c. Inlined always: GCC drops calls of
-  // functions that do nothing but prefetch.
-  template <int N>
-  KVCACHE_INLINE void prefetch_share(int first, int c) const {
-    if (!rows) return;
-    // What lies in one piece comes in order, so that the processor's own prefetcher sees where it goes on.
-    const int pieces = stride == size ? 1 : N;
-    const int64_t bytes = share * N / pieces;
-    for (int piece = 0; piece < pieces; ++piece)
-      for (int64_t i = 0; i < bytes; i += 64) prefetch(rows + (first + piece) * stride + c * bytes + i);
+// Rows that will be read next, to be brought into the cache while others are worked on. Inlined always: GCC drops calls
+// of functions that do nothing but prefetch.
+class Ahead {
+ public:
+  Ahead() = default;
+  // For each row that is worked on, in `pairs` pairs of channels, one is brought in.
+  Ahead(const char* rows, int64_t stride, int64_t size, int pairs) : next(rows), due(rows) {
+    if (stride == size) share = (size + pairs - 1) / pairs;
+    else apart = stride, row_size = size;
   }
+
+  // With each pair a share of N rows, because a core keeps few requests open at a time and what comes in a bunch waits.
+  // It stands in the innermost loops: few instructions, for rows without gaps.
+  template <int N>
+  KVCACHE_INLINE void bring_shares() {
+    for (due += N * share; next < due; next += 64) prefetch(next);
+  }
+
+  // Rows with gaps between them come one at a time.
+  template <int N>
+  KVCACHE_INLINE void bring_rows() {
+    if (!apart) return;
+    for (int j = 0; j < N; ++j, next += apart)
+      for (int64_t i = 0; i < row_size; i += 64) prefetch(next + i);
+    due = next;
+  }
+
+ private:
+  const char* next = nullptr;  // what is asked for next
+  const char* due = nullptr;   // what lies before it has had its turn
+  int64_t share = 0, apart = 0, row_size = 0;
 };
 
 // Rows beside each other in memory.
@@ -48,8 +61,8 @@ struct Run {
 };
 
 template <class F, int NQ, int NK>
-inline void score_rows(const typename F::Row* row, int head_dim, const float* q, int q_stride, float* scores,
-                       const Ahead& ahead, int t) {
+KVCACHE_INLINE inline void score_rows(const typename F::Row* row, int head_dim, const float* q, int q_stride,
+                                      float* scores, Ahead& ahead) {
   // With one query row, two sums a key: a single one would wait for itself.
   constexpr int CHAINS = NQ == 1 ? 2 : 1, S = score_stride(NQ);
   V sum[CHAINS][NK][NQ] = {};
@@ -64,7 +77,7 @@ inline void score_rows(const typename F::Row* row, int head_dim, const float* q,
   };
   const int full = head_dim / PAIR, rest = head_dim % PAIR;
   for (int c = 0; c < full; ++c) {
-    ahead.prefetch_share<NK>(t, c);
+    ahead.bring_shares<NK>();
     add([c](const auto& r) KVCACHE_INLINE { return F::pair(r, c); }, c);
   }
   if (rest) add([=](const auto& r) KVCACHE_INLINE { return F::tail(r, full, rest); }, full);
@@ -87,20 +100,23 @@ void score(const Run& run, int head_dim, const float* q, int q_stride, float* sc
   // As many keys at a time as leave registers for a sum of each key and query.
   constexpr int NK = NQ <= 2 || W == 16 ? 4 : 2, S = score_stride(NQ);
   typename F::Row row[NK];
+  Ahead ahead = run.ahead;
   int t = 0;
   for (; t + NK <= run.count; t += NK) {
     for (int j = 0; j < NK; ++j) F::open(run.rows + (t + j) * run.stride, head_dim, row[j]);
-    score_rows<F, NQ, NK>(row, head_dim, q, q_stride, scores + t * S, run.ahead, t);
+    ahead.bring_rows<NK>();
+    score_rows<F, NQ, NK>(row, head_dim, q, q_stride, scores + t * S, ahead);
   }
   for (; t < run.count; ++t) {
     F::open(run.rows + t * run.stride, head_dim, row[0]);
-    score_rows<F, NQ, 1>(row, head_dim, q, q_stride, scores + t * S, run.ahead, t);
+    ahead.bring_rows<1>();
+    score_rows<F, NQ, 1>(row, head_dim, q, q_stride, scores + t * S, ahead);
   }
 }
 
 template <class F, int NQ, int NR>
-inline void add_rows(const typename F::Row* row, int head_dim, const float* weights, float* sums, int sums_stride,
-                     const Ahead& ahead, int first) {
+KVCACHE_INLINE inline void add_rows(const typename F::Row* row, int head_dim, const float* weights, float* sums,
+                                    int sums_stride, Ahead& ahead) {
   // With few query rows, two sums a channel: a single one would wait for itself.
   constexpr int CHAINS = NQ <= 2 && NR > 1 ? 2 : 1, S = score_stride(NQ);
   const auto add = [&](auto pair_of, int c) KVCACHE_INLINE {
@@ -126,7 +142,7 @@ inline void add_rows(const typename F::Row* row, int head_dim, const float* weig
   };
   const int full = head_dim / PAIR, rest = head_dim % PAIR;
   for (int c = 0; c < full; ++c) {
-    ahead.prefetch_share<NR>(first, c);
+    ahead.bring_shares<NR>();
     add([c](const auto& r) KVCACHE_INLINE { return F::pair(r, c); }, c);
   }
   if (rest) add([=](const auto& r) KVCACHE_INLINE { return F::tail(r, full, rest); }, full);
@@ -137,14 +153,17 @@ template <class F, int NQ>
 void accumulate(const Run& run, int head_dim, const float* weights, float* sums, int sums_stride) {
   constexpr int NR = 8, S = score_stride(NQ);  // rows that share one loading and storing of the sums
   typename F::Row row[NR];
+  Ahead ahead = run.ahead;
   int t = 0;
   for (; t + NR <= run.count; t += NR) {
     for (int j = 0; j < NR; ++j) F::open(run.rows + (t + j) * run.stride, head_dim, row[j]);
-    add_rows<F, NQ, NR>(row, head_dim, weights + t * S, sums, sums_stride, run.ahead, t);
+    ahead.bring_rows<NR>();
+    add_rows<F, NQ, NR>(row, head_dim, weights + t * S, sums, sums_stride, ahead);
   }
   for (; t < run.count; ++t) {
     F::open(run.rows + t * run.stride, head_dim, row[0]);
-    add_rows<F, NQ, 1>(row, head_dim, weights + t * S, sums, sums_stride, run.ahead, t);
+    ahead.bring_rows<1>();
+    add_rows<F, NQ, 1>(row, head_dim, weights + t * S, sums, sums_stride, ahead);
   }
 }
 
@@ -152,11 +171,13 @@ void accumulate(const Run& run, int head_dim, const float* weights, float* sums,
 template <class F>
 void decode(const Run& run, int head_dim, float* to) {
   const int full = head_dim / PAIR, rest = head_dim % PAIR;
+  Ahead ahead = run.ahead;
   for (int t = 0; t < run.count; ++t, to += padded(head_dim)) {
     typename F::Row row;
     F::open(run.rows + t * run.stride, head_dim, row);
+    ahead.bring_rows<1>();
     for (int c = 0; c < full + (rest > 0); ++c) {
-      run.ahead.prefetch_share<1>(t, c);
+      ahead.bring_shares<1>();
       const Pair x = c < full ? F::pair(row, c) : F::tail(row, c, rest);
       store(to + c * PAIR, x.a);
       store(to + c * PAIR + W, x.b);

@@ -75,6 +75,16 @@ inline To bits(From x) {
 // Loops, because compilers turn them into one instruction and take many for __builtin_convertvector.
 template <class From, int N>
 inline Vector<uint32_t, N> widen(const void* numbers) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (sizeof(From) == 1 && N == 8) {
+    // Bytes that are in both halves already are put in their places by one cheap shuffle; the instruction that widens
+    // takes two.
+    const __m256i bytes = _mm256_set1_epi64x(load<long long>(numbers));
+    const __m256i places = _mm256_setr_epi8(0, -1, -1, -1, 1, -1, -1, -1, 2, -1, -1, -1, 3, -1, -1, -1,  //
+                                            4, -1, -1, -1, 5, -1, -1, -1, 6, -1, -1, -1, 7, -1, -1, -1);
+    return (Vector<uint32_t, N>)_mm256_shuffle_epi8(bytes, places);
+  }
+#endif
   From narrow[N];
   std::memcpy(narrow, numbers, sizeof narrow);
   uint32_t wide[N];

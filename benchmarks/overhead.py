@@ -2,7 +2,8 @@
 
 In the second column the kernels are replaced by functions that do nothing, so that what is left is Python and the
 tensors that it makes. Of `attend` the third column is also what a call takes beyond the bare call of the binding.
-Times are medians in microseconds, of one thread.
+Times are in microseconds, of one thread: medians, and in brackets what the fastest tenth of the calls stay under. On a
+machine that others share the second says more: it is the time of a core that nobody else was using.
 
     pip install -c constraints.txt ".[bench]"
     python -m benchmarks.overhead
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,21 +46,36 @@ def _nothing(*arguments: Any) -> None:
     pass
 
 
-def median_of(call: Callable[[], object], times: int) -> float:
-    """Return the median time of a call in microseconds."""
+class Time(NamedTuple):
+    """Microseconds."""
+
+    median: float
+    quiet: float
+
+    def __sub__(self, other: "Time") -> "Time":
+        return Time(self.median - other.median, self.quiet - other.quiet)
+
+    def __truediv__(self, count: int) -> "Time":
+        return Time(self.median / count, self.quiet / count)
+
+    def __format__(self, digits: str) -> str:
+        return f"{self.median:{digits}} ({self.quiet:{digits}})".rjust(20)
+
+
+def time_of(call: Callable[[], object], times: int) -> Time:
     durations = []
     for _ in range(times):
         start = time.perf_counter()
         call()
         durations.append(time.perf_counter() - start)
-    return statistics.median(durations) * 1e6
+    return Time(statistics.median(durations) * 1e6, statistics.quantiles(durations, n=10)[0] * 1e6)
 
 
-def with_and_without(call: Callable[[], object], times: int) -> tuple[float, float]:
+def with_and_without(call: Callable[[], object], times: int) -> tuple[Time, Time]:
     call()
-    whole = median_of(call, times)
+    whole = time_of(call, times)
     with without_kernels():
-        return whole, median_of(call, times)
+        return whole, time_of(call, times)
 
 
 def pool_step(storage: str) -> Callable[[], None]:
@@ -87,7 +103,7 @@ def cache_append(storage: str) -> Callable[[], None]:
     return lambda: cache.append(k, v)
 
 
-def beyond_the_binding() -> tuple[float, float, float]:
+def beyond_the_binding() -> tuple[Time, Time, Time]:
     """Return what `attend` takes in all, without the kernel, and beyond the binding called with the same pointers."""
     q = torch.randn(1, HEADS, 1, HEAD_DIM)
     k, v = torch.randn(2, 1, HEADS, LENGTH, HEAD_DIM)
@@ -99,7 +115,7 @@ def beyond_the_binding() -> tuple[float, float, float]:
     finally:
         native.kernels = kernels
     assert kernels is not None
-    bare = median_of(lambda: kernels.attend(*calls[0]), CALLS)
+    bare = time_of(lambda: kernels.attend(*calls[0]), CALLS)
     del output
     return whole, python, whole - bare
 
@@ -109,16 +125,16 @@ def main() -> None:
         raise SystemExit(f"the native kernels are not there: {native.missing_because}")
     torch.set_num_threads(1)
     print(f"{HEADS} heads of {HEAD_DIM}, {LENGTH} tokens stored. {machine()}.\n")
-    print(f"{'microseconds':<52}{'in all':>10}{'Python':>10}{'beyond the binding':>20}")
+    print(f"{'microseconds':<52}{'in all':>20}{'Python':>20}{'beyond the binding':>20}")
     for storage in ("float32", "int8"):
         whole, python = with_and_without(pool_step(storage), STEPS)
-        print(f"{f'step, {LAYERS} layers, {SEQUENCES} sequences, {storage}':<52}{whole:>10,.0f}{python:>10,.0f}")
-        print(f"{'    of that, a layer':<52}{whole / LAYERS:>10,.1f}{python / LAYERS:>10,.1f}")
+        print(f"{f'step, {LAYERS} layers, {SEQUENCES} sequences, {storage}':<52}{whole:,.0f}{python:,.0f}")
+        print(f"{'    of that, a layer':<52}{whole / LAYERS:,.1f}{python / LAYERS:,.1f}")
     for storage in ("float32", "int8"):
         whole, python = with_and_without(cache_append(storage), CALLS)
-        print(f"{f'KVCache.append, one token, {storage}':<52}{whole:>10,.1f}{python:>10,.1f}")
+        print(f"{f'KVCache.append, one token, {storage}':<52}{whole:,.1f}{python:,.1f}")
     whole, python, beyond = beyond_the_binding()
-    print(f"{'attend, one query':<52}{whole:>10,.1f}{python:>10,.1f}{beyond:>20,.1f}")
+    print(f"{'attend, one query':<52}{whole:,.1f}{python:,.1f}{beyond:,.1f}")
 
 
 if __name__ == "__main__":

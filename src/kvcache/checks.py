@@ -14,6 +14,7 @@ import torch
 from kvcache.errors import InvalidTypeError, InvalidValueError
 
 FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_TORCH_FLOATING = frozenset(FLOATING_DTYPES)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -131,8 +132,10 @@ def check_tensor(
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidTypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor {letters}")
-    check_shape(name, tensor.shape, shape, letters)
-    check_floating(name, tensor.dtype)
+    if tensor.shape != shape:  # as a tuple: most often every size is known, and every token passes here many times
+        check_shape(name, tensor.shape, shape, letters)
+    if tensor.dtype not in _TORCH_FLOATING:
+        check_floating(name, tensor.dtype)
     if device is not None and tensor.device != device:
         check_on_device(name, tensor.device, device)
     return tensor

@@ -34,6 +34,7 @@ FEW_QUERIES: int = getattr(kernels, "QUERY_TOKENS", 8)
 
 MAX_HEAD_DIM: int = getattr(kernels, "MAX_HEAD_DIM", 512)
 
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 RECORDING_MODES = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 if not getattr(kernels, "HAS_OPENMP", True):
@@ -51,7 +52,7 @@ def have_memory(*tensors: torch.Tensor) -> bool:
     records operations of PyTorch alone.
     """
     for tensor in tensors:  # a loop: this is on the way of every token
-        if (type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter) or tensor.is_neg():
+        if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
             return False
     if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, RECORDING_MODES)):
         return False

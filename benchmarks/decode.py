@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results" / "decode.json"
 
 def generation(model: object, prompt_ids: list[int], fused: bool) -> run.Run:
     """Generate as the command does; without `fused` the model's own attention stays in place."""
-    with nullcontext() if fused else patch.object(run, "fused_decode", nullcontext):
+    with nullcontext() if fused else patch.object(run, "use_attention", nullcontext):
         return run.generate(
             model,
             prompt_ids,

@@ -15,7 +15,7 @@ from kvcache.errors import (
 )
 from kvcache.modules import CausalSelfAttentionWithCache
 from kvcache.step import kv_cache_step
-from kvcache.storage import BlockPool, CacheSpec, KVCache, LayerSpec, Sequence, SlidingWindowCache
+from kvcache.storage import BlockPool, CacheSpec, KVCache, LayerSpec, PagedCache, Sequence, SlidingWindowCache
 
 __all__ = [
     "BlockPool",
@@ -29,6 +29,7 @@ __all__ = [
     "LayerSpec",
     "ModelError",
     "OutOfBlocksError",
+    "PagedCache",
     "RollbackError",
     "Sequence",
     "SlidingWindowCache",

@@ -60,7 +60,8 @@ class CausalSelfAttentionWithCache(nn.Module):
 
         Args:
             x: (B, T, d_model), the new tokens only; T may be 0.
-            kv_cache: a cache of one layer for B rows and Hkv heads of head_dim: `KVCache`, `SlidingWindowCache`.
+            kv_cache: a cache of one layer for B rows and Hkv heads of head_dim: `KVCache`, `SlidingWindowCache`,
+                `PagedCache`.
             use_cache: append the new tokens to `kv_cache` and attend over all it holds. Without a `kv_cache` a new
                 one of `max_seq_len` tokens is created. False ignores `kv_cache` and returns it unchanged.
 
@@ -90,7 +91,9 @@ class CausalSelfAttentionWithCache(nn.Module):
 
     def _check_cache(self, kv_cache: LayerCache, x: torch.Tensor) -> None:
         if not isinstance(kv_cache, LayerCache):
-            raise InvalidTypeError(f"kv_cache is a {type(kv_cache).__name__}; expected a KVCache or SlidingWindowCache")
+            raise InvalidTypeError(
+                f"kv_cache is a {type(kv_cache).__name__}; expected a KVCache, SlidingWindowCache or PagedCache"
+            )
         for name, expected in (
             ("batch_size", x.shape[0]),
             ("num_heads", self.num_kv_heads),

@@ -2,7 +2,10 @@ import pytest
 import torch
 
 from tests.hf.model_files import word_llama, word_tokenizer
+from tests.hf.older_releases import take_caches_as_cache
 from tests.hf.tiny_models import FAMILIES, WINDOW, gemma3
+
+take_caches_as_cache()
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from kvcache.hf import cache_for
+from kvcache.hf.versions import CACHE_ARGUMENT
 from tests.hf.runs import ids_of
 from tests.hf.tiny_models import llama, mistral
 
@@ -19,7 +20,8 @@ def attention_over(cache, config, k, v, mask=None, window=False, layer=0):
     batch, _, count, dim = k.shape
     embeds = torch.zeros(batch, count, config.hidden_size)
     make = create_sliding_window_causal_mask if window else create_causal_mask
-    attention_mask = make(config=config, inputs_embeds=embeds, attention_mask=mask, cache=cache, position_ids=None)
+    past = {CACHE_ARGUMENT: cache}
+    attention_mask = make(config=config, inputs_embeds=embeds, attention_mask=mask, position_ids=None, **past)
     keys, values = cache.update(k, v, layer)
     queries = torch.zeros(batch, config.num_attention_heads, count, dim)
     module = types.SimpleNamespace(

@@ -7,6 +7,7 @@ import torch
 
 from kvcache import CacheFullError
 from kvcache.hf import cache_for
+from tests.hf.older_releases import since_5_24
 from tests.hf.runs import MODES, NEW, assert_same_logits, every_family, generate, ids_of, left_padded, logits_of
 from tests.hf.tiny_models import FAMILIES, PAD, gemma3
 
@@ -115,6 +116,7 @@ def test_sampled_assisted_decoding_is_that_of_transformers_own_cache(models, ass
         assert torch.equal(generate(model, ids_of(9), **options), generate(model, ids_of(9), "own", **options))
 
 
+@since_5_24
 def test_past_key_values_is_the_older_name_of_the_argument(models):
     model, ids = models["mistral"], ids_of(9)
     cache = cache_for(model)

@@ -5,6 +5,7 @@ import torch
 
 from kvcache import InvalidValueError
 from kvcache.hf import cache_for
+from tests.hf.older_releases import since_5_24
 from tests.hf.runs import every_family, generate, ids_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,6 +50,7 @@ def test_a11_new_ids_with_a_mask_that_does_not_cover_all_are_refused(models, fam
         assert cache.get_seq_length() == 6
 
 
+@since_5_24  # 5.21 fails by itself, in the middle
 def test_a11_chunks_of_a_prompt_that_is_already_cached_are_refused(models):
     for model in models.values():
         cache = cache_for(model)

@@ -1,19 +1,23 @@
 """Random decoders small enough to run in milliseconds, in float64, whose greedy text varies."""
 
+from typing import Any
+
 import torch
 from transformers import (
-    BartConfig,
     BartForConditionalGeneration,
+    DeepseekV3ForCausalLM,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
+    GPTNeoXForCausalLM,
+    GptOssForCausalLM,
     LlamaForCausalLM,
-    MistralConfig,
     MistralForCausalLM,
+    MixtralForCausalLM,
+    Phi3ForCausalLM,
     PreTrainedModel,
-    T5Config,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
     T5ForConditionalGeneration,
 )
 
@@ -33,40 +37,45 @@ _DECODER = {
     "initializer_range": 0.4,
     **_TOKENS,
 }
+_GEMMA = _DECODER | {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
+# The other ways to run experts have no float64.
+_EXPERTS = _DECODER | {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 
-def _ready(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def _made(model_class: Any, settings: dict[str, Any], dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = model_class(model_class.config_class(**settings))
+    _vary_constants(model)
     return model.to(dtype).eval()
+
+
+def _vary_constants(model: PreTrainedModel) -> None:
+    """Add noise to what starts as all zeros or all ones (norms, biases), where a fault in its use would not show."""
+    with torch.no_grad():
+        for numbers in (*model.parameters(), *model.buffers()):
+            if numbers.numel() > 1 and (numbers == numbers.flatten()[0]).all():
+                numbers += 0.2 * torch.randn_like(numbers)
 
 
 def llama(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
     """Grouped-query attention, full in every layer."""
-    torch.manual_seed(seed)
-    return _ready(LlamaForCausalLM(LlamaConfig(**(_DECODER | options))), dtype)
+    return _made(LlamaForCausalLM, _DECODER | options, dtype, seed)
 
 
 def mistral(dtype: torch.dtype = torch.float64, seed: int = 0, window: int = 6, **options) -> PreTrainedModel:
     """A sliding window in every layer."""
-    torch.manual_seed(seed)
-    return _ready(MistralForCausalLM(MistralConfig(sliding_window=window, **(_DECODER | options))), dtype)
+    return _made(MistralForCausalLM, _DECODER | {"sliding_window": window} | options, dtype, seed)
 
 
 def gemma3(dtype: torch.dtype = torch.float64, seed: int = 0, window: int = 5, **options) -> PreTrainedModel:
     """Sliding, sliding, full."""
-    torch.manual_seed(seed)
-    settings = _DECODER | {
-        "num_hidden_layers": 3,
-        "head_dim": 8,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 8,
-        "tie_word_embeddings": False,
-    }
-    return _ready(Gemma3ForCausalLM(Gemma3TextConfig(sliding_window=window, **(settings | options))), dtype)
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    settings = _GEMMA | {"num_hidden_layers": 3, "layer_types": layers, "sliding_window": window}
+    return _made(Gemma3ForCausalLM, settings | options, dtype, seed)
 
 
 def gpt2(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
     """Learned positions, as many key/value heads as query heads."""
-    torch.manual_seed(seed)
     settings = {
         "vocab_size": VOCAB,
         "n_embd": 32,
@@ -77,50 +86,124 @@ def gpt2(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTra
         "tie_word_embeddings": False,
         **_TOKENS,
     }
-    return _ready(GPT2LMHeadModel(GPT2Config(**(settings | options))), dtype)
+    return _made(GPT2LMHeadModel, settings | options, dtype, seed)
+
+
+def qwen2(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
+    """Full, then sliding; biases on queries, keys and values."""
+    sliding = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    return _made(Qwen2ForCausalLM, _DECODER | sliding | options, dtype, seed)
+
+
+def qwen3(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
+    """Norms of queries and keys, and heads wider than the hidden size says."""
+    return _made(Qwen3ForCausalLM, _DECODER | {"head_dim": 12} | options, dtype, seed)
+
+
+def gemma2(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
+    """Sliding, full; scores and logits soft-capped low enough to matter. Its attention is eager: SDPA knows no cap."""
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0}
+    return _made(Gemma2ForCausalLM, _GEMMA | caps | {"sliding_window": WINDOW} | options, dtype, seed)
+
+
+def phi3(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
+    """A sliding window in every layer; one projection for queries, keys and values."""
+    return _made(Phi3ForCausalLM, _DECODER | {"sliding_window": 6} | options, dtype, seed)
+
+
+def gpt_neox(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
+    """Its layers name the cache `layer_past` and tell it nothing but keys, values and their number."""
+    settings = {name: value for name, value in _DECODER.items() if name != "num_key_value_heads"}
+    return _made(GPTNeoXForCausalLM, settings | {"rotary_pct": 0.5} | options, dtype, seed)
+
+
+def mixtral(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
+    """Two of four experts for each token."""
+    return _made(MixtralForCausalLM, _EXPERTS | {"num_local_experts": 4} | options, dtype, seed)
+
+
+def gpt_oss(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
+    """Sliding, full; a learned sink for each head. Its attention is eager: SDPA knows no sinks."""
+    settings = _EXPERTS | {
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+        "num_local_experts": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    return _made(GptOssForCausalLM, settings | options, dtype, seed)
+
+
+def deepseek_v3(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
+    """One latent and one rotated key for all heads, expanded after the cache (MLA).
+
+    No layer has experts: their router is float32 in any model, and rounds differently with the number of rows.
+    """
+    settings = _DECODER | {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 10,
+        "q_lora_rank": 12,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+        "first_k_dense_replace": 2,
+        "num_mtp_layers": 0,
+    }
+    return _made(DeepseekV3ForCausalLM, settings | options, dtype, seed)
 
 
 FAMILIES = {"llama": llama, "mistral": mistral, "gemma3": gemma3, "gpt2": gpt2}
+# With the kinds of attention that `FAMILIES`, which most tests run on, leave out.
+ALL_FAMILIES = FAMILIES | {
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "phi3": phi3,
+    "gpt_neox": gpt_neox,
+    "mixtral": mixtral,
+    "gpt_oss": gpt_oss,
+    "deepseek_v3": deepseek_v3,
+}
 
 
 def t5(dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """An encoder-decoder with relative positions."""
-    torch.manual_seed(seed)
-    config = T5Config(
-        vocab_size=VOCAB,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        initializer_factor=4.0,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=PAD,
-        decoder_start_token_id=PAD,
-    )
-    return _ready(T5ForConditionalGeneration(config), dtype)
+    settings = {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "initializer_factor": 4.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        "pad_token_id": PAD,
+        "decoder_start_token_id": PAD,
+    }
+    return _made(T5ForConditionalGeneration, settings, dtype, seed)
 
 
 def bart(dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """An encoder-decoder that reads the cross-attention rows straight from the layers."""
-    torch.manual_seed(seed)
-    config = BartConfig(
-        vocab_size=VOCAB,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=64,
-        init_std=0.1,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=None,
-        forced_eos_token_id=None,
-        pad_token_id=PAD,
-        decoder_start_token_id=2,
-    )
-    return _ready(BartForConditionalGeneration(config), dtype)
+    settings = {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "max_position_embeddings": 64,
+        "init_std": 0.1,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "forced_eos_token_id": None,
+        "pad_token_id": PAD,
+        "decoder_start_token_id": 2,
+    }
+    return _made(BartForConditionalGeneration, settings, dtype, seed)
+
+
+ENCODER_DECODERS = {"t5": t5, "bart": bart}

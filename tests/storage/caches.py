@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from kvcache import KVCache, SlidingWindowCache
+from kvcache import KVCache, PagedCache, SlidingWindowCache
 from kvcache.storage import LayerCache
 from kvcache.storage.codecs import check_storage
 
@@ -26,6 +26,8 @@ class CacheKind:
     window: int | None = None
     sinks: int = 0
     capacity: int | None = None  # tokens that fit in all, None: no limit
+    grows: bool = False  # whether buffers are made as tokens come
+    resizable: tuple[str, ...] = ()  # the sizes that `resized` takes
     storage: str | None = None  # how rows are kept, None: in the dtype that comes out
 
     def __str__(self) -> str:
@@ -74,14 +76,23 @@ def _window(window: int, sinks: int = 0, slack: int = 0) -> CacheKind:
     def build(*sizes: int, **options: Any) -> LayerCache:
         return SlidingWindowCache(*sizes, window=window, sinks=sinks, slack=slack, **options)
 
-    return CacheKind(f"window {window}, sinks {sinks}, slack {slack}", build, window=window, sinks=sinks)
+    name = f"window {window}, sinks {sinks}, slack {slack}"
+    return CacheKind(name, build, window=window, sinks=sinks, resizable=("slack", "window"))
 
 
 def _contiguous(max_seq_len: int) -> CacheKind:
     def build(*sizes: int, **options: Any) -> LayerCache:
         return KVCache(*sizes, max_seq_len=max_seq_len, **options)
 
-    return CacheKind(f"contiguous {max_seq_len}", build, capacity=max_seq_len)
+    return CacheKind(f"contiguous {max_seq_len}", build, capacity=max_seq_len, resizable=("max_seq_len",))
+
+
+def _paged(block_size: int, max_seq_len: int | None = None) -> CacheKind:
+    def build(*sizes: int, **options: Any) -> LayerCache:
+        return PagedCache(*sizes, block_size=block_size, max_seq_len=max_seq_len, **options)
+
+    name = f"blocks of {block_size}" + (f", at most {max_seq_len}" if max_seq_len else "")
+    return CacheKind(name, build, capacity=max_seq_len, grows=True)
 
 
 CACHE_KINDS = [
@@ -93,6 +104,8 @@ CACHE_KINDS = [
     _window(1, sinks=1),
     _window(3, sinks=2, slack=3),
     _window(64, sinks=1),
+    _paged(4),
+    _paged(3, max_seq_len=40),
 ]
 """Every cache that keeps rows in the dtype that comes out."""
 

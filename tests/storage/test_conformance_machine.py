@@ -6,7 +6,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcache import CacheFullError, InvalidValueError, RollbackError
+from kvcache import CacheFullError, InvalidValueError, PagedCache, RollbackError
 from tests.storage.caches import COPIES, STORED_KINDS
 from tests.storage.histories import check_attends_like_the_history
 
@@ -82,7 +82,13 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def lengths_agree(self):
         assert self.cache.seq_len == self.k.shape[2]
-        assert self.cache.state["k"].shape[2] == self.cache.stored_len <= self.cache.k_cache.shape[2]
+        assert self.cache.state["k"].shape[2] == self.cache.stored_len
+        assert self.cache.stored_nbytes <= self.cache.nbytes
+
+    @invariant()
+    def blocks_are_held_by_those_that_name_them(self):
+        if isinstance(self.cache, PagedCache):
+            self.cache.check()
 
     @invariant()
     def the_next_token_sees_what_the_rule_says(self):

@@ -2,7 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvcache import InvalidValueError
+from kvcache import InvalidTypeError, InvalidValueError
 from kvcache.storage.ledger import BlockLedger
 
 
@@ -20,6 +20,29 @@ def test_freed_blocks_go_out_before_new_ones_the_last_freed_first():
     for block in (1, 3, 0):
         ledger.release(block, "a")
     assert [ledger.allocate("b") for _ in range(4)] == [0, 3, 1, 4]
+
+
+def test_added_blocks_go_out_after_those_that_are_free():
+    ledger = BlockLedger(num_blocks=0)
+    ledger.add(2)
+    assert [ledger.allocate("a") for _ in range(2)] == [0, 1]
+    ledger.release(0, "a")
+    ledger.add(2)
+    ledger.check([("a", [1])])
+    assert (ledger.num_blocks, ledger.num_free) == (4, 3)
+    assert [ledger.allocate("b") for _ in range(3)] == [0, 2, 3]
+
+
+def test_a_block_that_is_not_there_is_named():
+    ledger = BlockLedger(num_blocks=2)
+    assert ledger.check_block(1) == 1
+    for bad, error, message in (
+        (2, InvalidValueError, "block is 2; expected one of the 2, counted from 0"),
+        (-1, InvalidValueError, "block is -1"),
+        (1.0, InvalidTypeError, "block is a float"),
+    ):
+        with pytest.raises(error, match=message):
+            ledger.check_block(bad)
 
 
 def test_a_block_is_used_as_often_as_it_has_holders():  # case F9

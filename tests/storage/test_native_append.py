@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvcache import BlockPool, CacheSpec, KVCache, LayerSpec, Sequence, SlidingWindowCache, native
+from kvcache import BlockPool, CacheSpec, KVCache, LayerSpec, PagedCache, Sequence, SlidingWindowCache, native
 from kvcache.storage import native_append
 from kvcache.storage.blocks import BlockStore
 from kvcache.storage.codecs import CODECS, Codec, FloatCodec, Storage
@@ -233,6 +233,7 @@ def test_a_pool_and_caches_hold_the_same_bytes_without_kernels(storage):
         caches = [
             KVCache(2, 2, 5, 40, storage=storage),
             SlidingWindowCache(2, 2, 5, 4, sinks=1, slack=2, storage=storage),
+            PagedCache(2, 2, 5, 4, storage=storage),
         ]
         for count in (3, 1, 1, 12, 1, 1, 1, 6, 1):
             for cache in caches:

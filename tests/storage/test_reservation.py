@@ -2,7 +2,7 @@ import pytest
 
 from kvcache import OutOfBlocksError
 from kvcache.storage.ledger import BlockLedger
-from kvcache.storage.reservation import Reservation
+from kvcache.storage.reservation import Reservation, num_blocks_needed
 from kvcache.storage.table import BlockTable
 
 
@@ -84,6 +84,7 @@ def test_a_copy_and_new_blocks_are_counted_together():
     ledger = BlockLedger(num_blocks=8)
     text = new_table(ledger, 6)
     branch = text.fork()
+    assert num_blocks_needed([(branch, 6, 7)]) == 3
     reservation = Reservation("full", [(branch, 6, 7)])  # 13 tokens: a copy of block 1, and two new ones
     assert blocks(text, branch) == [[0, 1], [0, 2, 3, 4]]
     assert reservation.copies == [(1, 2)]

@@ -47,6 +47,11 @@ def stored_data(store: Store) -> torch.Tensor:
     return store if isinstance(store, torch.Tensor) else store.data
 
 
+def copied(store: Store) -> Store:
+    """Return a store of its own memory with the same rows."""
+    return store.clone() if isinstance(store, torch.Tensor) else store.with_data(store.data.clone())
+
+
 def decoded_dtype(store: Store) -> torch.dtype:
     """Return the dtype that holds every number in the store exactly, or float32 for encoded ones."""
     return store.dtype if isinstance(store, torch.Tensor) else torch.float32

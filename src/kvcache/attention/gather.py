@@ -29,7 +29,7 @@ def read_slots(
     table = block_table[rows, first : -(-slots.stop // block_size)]
     check_entries(table, data.shape[0])
     start, stop = slots.start - first * block_size, slots.stop - first * block_size
-    return decode_data(store, _blocks(data, table)[:, :, start:stop], dtype)
+    return decode_data(store, join_blocks(data, table)[:, :, start:stop], dtype)
 
 
 def check_entries(entries: torch.Tensor, num_blocks: int) -> None:
@@ -40,8 +40,8 @@ def check_entries(entries: torch.Tensor, num_blocks: int) -> None:
         raise InvalidValueError(f"block_table holds {bad}; expected a block in [0, {num_blocks})")
 
 
-def _blocks(data: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return blocks (B, M) out of (num_blocks, Hkv, block_size, W), joined to (B, Hkv, M * block_size, W)."""
+def join_blocks(data: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return blocks (B, M) out of (num_blocks, Hkv, block_size, W), joined to a copy (B, Hkv, M * block_size, W)."""
     num_blocks, kv_heads, block_size, width = data.shape
     if not data.is_contiguous():
         return data[table].transpose(1, 2).flatten(2, 3)

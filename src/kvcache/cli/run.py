@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from kvcache.hf import cache_for
-from kvcache.hf.attention import fused_decode
+from kvcache.hf import cache_for, use_attention
+from kvcache.hf.attention import attention_is_exchangeable
 from kvcache.hf.cache import ModelCache
+from kvcache.hf.versions import CACHE_ARGUMENT
 from kvcache.storage.codecs import Storage
 
 
@@ -96,7 +98,7 @@ def generate(
     clock = _Clock(on_token)
     torch.manual_seed(sampling.seed)
     clock.start()
-    with fused_decode(model):
+    with use_attention(model) if attention_is_exchangeable(model) else nullcontext():
         output = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -104,7 +106,7 @@ def generate(
             min_new_tokens=min_new_tokens or None,
             use_cache=use_cache,
             streamer=clock,
-            **({"cache": cache} if use_cache else {}),
+            **({CACHE_ARGUMENT: cache} if use_cache else {}),
             **sampling.generation_arguments(),
         )
     token_ids = output[0, len(prompt_ids) :].tolist()

@@ -7,7 +7,16 @@ except ModuleNotFoundError as error:
         f"kvcache.hf needs {error.name}: pip install 'torch-kvcache[hf]'", name=error.name
     ) from error
 
+from kvcache.hf.attention import FusedAttention, use_attention
 from kvcache.hf.cache import EncoderDecoderModelCache, ModelCache, cache_for
 from kvcache.hf.models import LoadedModel, load_model
 
-__all__ = ["EncoderDecoderModelCache", "LoadedModel", "ModelCache", "cache_for", "load_model"]
+__all__ = [
+    "EncoderDecoderModelCache",
+    "FusedAttention",
+    "LoadedModel",
+    "ModelCache",
+    "cache_for",
+    "load_model",
+    "use_attention",
+]

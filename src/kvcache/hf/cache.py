@@ -10,6 +10,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTraine
 
 from kvcache.checks import check_int
 from kvcache.errors import InvalidTypeError, InvalidValueError, RollbackError
+from kvcache.hf.attention import NAME
 from kvcache.hf.guard import Guard, guard_model
 from kvcache.hf.layers import FullLayer, StoredLayer, WindowLayer
 from kvcache.hf.tokens import TokenRecord
@@ -22,9 +23,10 @@ class ModelCache(Cache):
 
     layers: list[StoredLayer]  # type: ignore[assignment]
 
-    def __init__(self, layers: list[StoredLayer], guard: Guard) -> None:
+    def __init__(self, layers: list[StoredLayer], guard: Guard, *, of_encoder: bool = False) -> None:
         super().__init__(layers=layers)  # type: ignore[arg-type]
         self.guard = guard
+        self.of_encoder = of_encoder  # cross-attention reads its rows from the layers, at later steps without an update
         self._tokens = TokenRecord()
         self._began_at: int | None = None  # the length when the forward that is under way, or was interrupted, began
 
@@ -55,20 +57,23 @@ class ModelCache(Cache):
             InvalidTypeError, InvalidValueError: the model is none, or its layers are of other kinds.
         """
         kinds = [layer.kind for layer in self.layers]
-        expected = [layer.kind for layer in _layers(_decoder_config(model), None, None)]
+        expected = [layer.kind for layer in _layers(_decoder_config(model), None, None, None)]
         if kinds != expected:
             raise InvalidValueError(f"the cache has layers of the kinds {kinds}; the model's are {expected}")
         self.guard = guard_model(model)
         return self
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append one layer's keys and values, as transformers' models do; see `StoredLayer.update`.
 
         Raises:
             InvalidValueError: the cache was loaded and is not attached to a model yet; and what the layer raises.
         """
         self.guard.check_attached()
-        return super().update(*args, **kwargs)
+        reads_store = self.guard.attention == NAME and not self.of_encoder
+        return super().update(key_states, value_states, layer_idx, *args, reads_store=reads_store, **kwargs)
 
     def drop_unfinished(self) -> None:
         """Take back what a forward that was interrupted left in some of the layers.
@@ -189,7 +194,11 @@ class EncoderDecoderModelCache(EncoderDecoderCache):
 
 
 def cache_for(
-    model: PreTrainedModel, max_tokens: int | None = None, *, storage: StorageLike | None = None
+    model: PreTrainedModel,
+    max_tokens: int | None = None,
+    *,
+    storage: StorageLike | None = None,
+    block_size: int | None = None,
 ) -> ModelCache | EncoderDecoderModelCache:
     """Return an empty cache for `model.generate(**inputs, cache=cache)`, or for `model(ids, cache=cache)`.
 
@@ -202,6 +211,9 @@ def cache_for(
         max_tokens: tokens that fit, preallocated at the first use; None: as many as come, by doubling the buffers.
         storage: how rows are kept, as in `kvcache.KVCache` ("bfloat16", "int8", "int8/int4" ...); default: as they
             come.
+        block_size: keep the layers with full attention in blocks of so many tokens, which beams and repeated rows
+            share until they part (`kvcache.PagedCache`); meant for models with `use_attention`, as the model's own
+            attention needs a copy of all rows at each step. None: one run of memory for each row of the batch.
 
     Raises:
         InvalidTypeError: `model` is no transformers model that can generate.
@@ -214,14 +226,15 @@ def cache_for(
     """
     max_tokens = None if max_tokens is None else check_int("max_tokens", max_tokens, minimum=1)
     kept = None if storage is None else check_storage("storage", storage)
+    block_size = None if block_size is None else check_int("block_size", block_size, minimum=1)
     config = _decoder_config(model)
-    layers = _layers(config, max_tokens, kept)
+    layers = _layers(config, max_tokens, kept, block_size)
     _warn_about_changing_positions(config, max_tokens)
     guard = guard_model(model)
     cache = ModelCache(layers, guard)
     if not model.config.is_encoder_decoder:
         return cache
-    return EncoderDecoderModelCache(cache, ModelCache([FullLayer(None, kept) for _ in layers], guard))
+    return EncoderDecoderModelCache(cache, ModelCache([FullLayer(None, kept) for _ in layers], guard, of_encoder=True))
 
 
 def _decoder_config(model: Any) -> PreTrainedConfig:
@@ -234,9 +247,11 @@ def _decoder_config(model: Any) -> PreTrainedConfig:
     return config
 
 
-def _layers(config: PreTrainedConfig, max_tokens: int | None, storage: Storage | None) -> list[StoredLayer]:
+def _layers(
+    config: PreTrainedConfig, max_tokens: int | None, storage: Storage | None, block_size: int | None
+) -> list[StoredLayer]:
     return [
-        FullLayer(max_tokens, storage) if window is None else WindowLayer(window, max_tokens, storage)
+        FullLayer(max_tokens, storage, block_size) if window is None else WindowLayer(window, max_tokens, storage)
         for window in layer_windows(config)
     ]
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from kvcache.errors import InvalidValueError
+from kvcache.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
+from kvcache.storage.model_config import decoder_config
 
 METHOD = "prepare_inputs_for_generation"
 
@@ -26,6 +28,12 @@ class Guard:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._model = None if model is None else weakref.ref(model)
+        self._decoder = None if model is None else decoder_config(model.config)
+
+    @property
+    def attention(self) -> str | None:
+        """The name of the attention that the model's decoder uses at the moment."""
+        return None if self._decoder is None else self._decoder._attn_implementation
 
     def check_attached(self) -> None:
         """Raise `InvalidValueError` if there never was a model."""
@@ -168,9 +176,13 @@ def _check_belongs(cache: Any, model: Any) -> None:
 
 def _guarded_cache(arguments: dict[str, Any]) -> Any:
     """Return the cache of the decoder's own tokens among the arguments, if it is one of this package."""
-    cache = next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
-    cache = getattr(cache, "self_attention_cache", cache)
-    return cache if isinstance(getattr(cache, "guard", None), Guard) else None
+    name = next((name for name in ("cache", "past_key_values") if arguments.get(name) is not None), "")
+    cache = getattr(arguments.get(name), "self_attention_cache", arguments.get(name))
+    if not isinstance(getattr(cache, "guard", None), Guard):
+        return None
+    if name not in CACHE_ARGUMENTS:
+        raise InvalidValueError(f"the installed transformers ignores {name}; pass the cache as {CACHE_ARGUMENT}")
+    return cache
 
 
 def _prefill_length(

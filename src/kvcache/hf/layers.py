@@ -6,15 +6,48 @@
 A layer object only translates; which rows stay, and where, is decided in `kvcache.storage`.
 """
 
+import warnings
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
+from torch.compiler import is_compiling
 from transformers.cache_utils import CacheLayerMixin
 
+from kvcache.attention.arguments import ScoreOptions
 from kvcache.errors import CacheFullError, InvalidValueError
-from kvcache.storage import KVCache, LayerCache, SlidingWindowCache
+from kvcache.hf.deferred import Deferred
+from kvcache.storage import KVCache, LayerCache, PagedCache, SlidingWindowCache
 from kvcache.storage.codecs import Storage
+
+if TYPE_CHECKING:
+    from kvcache.hf.masks import MaskRule
+
+
+class StoredRows(NamedTuple):
+    """The keys (part 0) or values (part 1) that the newest tokens' queries may see, in the store of a layer."""
+
+    layer: "StoredLayer"
+    part: int
+    num_queries: int
+    num_changes: int  # of the layer when it was asked
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the layer still holds what it held then."""
+        return self.layer.num_changes == self.num_changes
+
+    def attend(self, query: torch.Tensor, rule: "MaskRule", **options: Unpack[ScoreOptions]) -> torch.Tensor:
+        """Attend queries (B, H, T, D) of the newest tokens under the layer's own rule and the mask's padding."""
+        assert self.layer.rows is not None
+        starts = None if rule.starts_in_keys is None else rule.starts
+        return self.layer.rows.attend(query, starts=starts, **options)
+
+    def decoded(self) -> torch.Tensor:
+        """Return the rows (B, Hkv, S, head size)."""
+        if not self.is_current:
+            raise InvalidValueError("the cache has changed since it returned these keys and values; read them before")
+        return self.layer.visible_rows(self.num_queries)[self.part]
 
 
 class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -23,7 +56,10 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_croppable = True
     is_sliding: bool
     kind: str  # as people read it
+    window: int | None = None
     rows: LayerCache | None
+    is_touched = False  # whether the model does something with keys and values before they come to attention
+    num_changes = 0  # of `rows`, counted for who reads them later
 
     def __init__(self, max_tokens: int | None, storage: Storage | None) -> None:
         # The base's __init__ would assign keys, values and is_initialized, which are read from `rows` here.
@@ -43,6 +79,10 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _visible_past(self) -> int:
         """Return how many stored tokens the next token sees."""
 
+    @abstractmethod
+    def visible_rows(self, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys (B, Hkv, S, D) and values that the last `num_queries` tokens' queries may see, decoded."""
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the sizes and device of keys (B, Hkv, T, D) and values (B, Hkv, T, Dv), and the wider dtype.
 
@@ -51,20 +91,23 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.rows = self._built_for(key_states, value_states)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, reads_store: bool = False, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys (B, Hkv, T, D) and values (B, Hkv, T, Dv); return those that the T tokens' queries may see.
+
+        With `reads_store`, attention reads the store: what is returned are deferred tensors, decoded if touched.
 
         Raises:
             CacheFullError: more than `max_tokens` tokens. Layers of one model are equally long, so that the first
                 one raises before any is written.
             InvalidValueError: other sizes or another device than at the first update. Nothing has been stored.
         """
-        length = self.get_seq_length() + key_states.shape[-2]
+        num_new = key_states.shape[-2]
+        length = self.get_seq_length() + num_new
         if self.max_tokens is not None and length > self.max_tokens:
             raise CacheFullError(
                 f"the cache is full: {self.get_seq_length()} of {self.max_tokens} tokens stored, "
-                f"{key_states.shape[-2]} more asked for; create it with cache_for(model, max_tokens={length}) or more "
+                f"{num_new} more asked for; create it with cache_for(model, max_tokens={length}) or more "
                 "(prompt + new tokens - 1)"
             )
         if self.rows is not None and key_states.shape[0] != self.rows.batch_size:
@@ -74,6 +117,13 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
         rows = self._built_for(key_states, value_states) if self.rows is None else self.rows
         rows = self._with_room(rows, length)
+        self.num_changes += 1
+        has_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if reads_store and num_new > 0 and not (self.is_touched or has_gradient or is_compiling()):
+            num_visible, _ = self.get_mask_sizes(num_new)
+            rows.append(key_states, value_states)
+            self.rows = rows
+            return self._deferred(0, num_new, num_visible), self._deferred(1, num_new, num_visible)
         k, v = rows.update(key_states, value_states)
         rows.rollback(0)  # a window lets go of what only its own `attend` would read
         self.rows = rows
@@ -115,20 +165,24 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Forget everything, the sizes included: what comes next may have another batch size."""
+        self.num_changes += 1
         self.rows = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row b of the batch continue what row `beam_idx[b]` holds."""
+        self.num_changes += 1
         if self.rows is not None:
             self.rows.reorder(beam_idx.to(self.rows.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch: a, b become a, a, b, b."""
+        self.num_changes += 1
         if self.rows is not None:
             self.rows.repeat(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch."""
+        self.num_changes += 1
         if self.rows is not None:
             self.rows.select(indices.to(self.rows.device))
 
@@ -138,8 +192,25 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens, all of them if there are fewer."""
+        self.num_changes += 1
         if self.rows is not None:
             self.rows.rollback(min(-tokens_to_remove, self.rows.seq_len))
+
+    def _deferred(self, part: int, num_queries: int, num_visible: int) -> torch.Tensor:
+        rows = self.rows
+        assert rows is not None
+        shape = rows.batch_size, rows.num_heads, num_visible, (rows.head_dim, rows.v_head_dim)[part]
+        source = StoredRows(self, part, num_queries, self.num_changes)
+        return Deferred(shape, rows.dtype, rows.device, source, source.decoded, self._note_touch)
+
+    def _note_touch(self) -> None:
+        if not self.is_touched:
+            self.is_touched = True
+            warnings.warn(
+                f"the model does something with a layer's keys and values ({self.kind} attention) before it attends, "
+                "so they are decoded for it at each step instead of being read where they are stored",
+                stacklevel=2,
+            )
 
     def _built_for(self, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerCache:
         batch_size, num_heads, _, head_dim = key_states.shape
@@ -160,17 +231,39 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class FullLayer(StoredLayer):  # type: ignore[no-untyped-call]
-    """A layer that attends to every token."""
+    """A layer that attends to every token; with a `block_size` over `PagedCache`."""
 
     is_sliding = False
     kind = "full"
 
+    def __init__(self, max_tokens: int | None, storage: Storage | None, block_size: int | None = None) -> None:
+        super().__init__(max_tokens, storage)
+        self.block_size = block_size
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, reads_store: bool = False, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `StoredLayer.update`; warns once if blocks have to be copied for the model's own attention."""
+        if self.block_size is not None and not reads_store and self.rows is None:
+            warnings.warn(
+                "the model's own attention needs a copy of all blocks at each step; call "
+                "kvcache.hf.use_attention(model), or make the cache without block_size",
+                stacklevel=2,
+            )
+        return super().update(key_states, value_states, *args, reads_store=reads_store, **kwargs)
+
+    def visible_rows(self, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all stored keys (B, Hkv, S, D) and values, decoded."""
+        assert self.rows is not None
+        return self.rows.decoded_rows()
+
     def _build(self, **options: Any) -> LayerCache:
+        if self.block_size is not None:
+            return PagedCache(block_size=self.block_size, max_seq_len=self.max_tokens, **options)
         return KVCache(max_seq_len=self.max_tokens or 0, **options)
 
     def _with_room(self, rows: LayerCache, length: int) -> LayerCache:
-        assert isinstance(rows, KVCache)
-        if length <= rows.max_seq_len:
+        if not isinstance(rows, KVCache) or length <= rows.max_seq_len:
             return rows
         return rows.resized(max(length, 2 * rows.max_seq_len))
 
@@ -188,7 +281,7 @@ class WindowLayer(StoredLayer):  # type: ignore[no-untyped-call]
 
     def __init__(self, sliding_window: int, max_tokens: int | None, storage: Storage | None) -> None:
         super().__init__(max_tokens, storage)
-        self.sliding_window = sliding_window
+        self.sliding_window = self.window = sliding_window
         self.kind = f"sliding (window {sliding_window})"
         self.record_past = False
         self._recorded_from = 0
@@ -214,6 +307,11 @@ class WindowLayer(StoredLayer):  # type: ignore[no-untyped-call]
         self._recorded_from = self.get_seq_length()
         if isinstance(self.rows, SlidingWindowCache) and self.rows.slack > self.sliding_window:
             self.rows = self.rows.resized(slack=0)
+
+    def visible_rows(self, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys (B, Hkv, S, D) and values that the last tokens' queries may see, decoded."""
+        assert isinstance(self.rows, SlidingWindowCache)
+        return self.rows.visible_rows(num_queries)
 
     def _build(self, **options: Any) -> LayerCache:
         return SlidingWindowCache(window=min(self.sliding_window, self.max_tokens or 1), **options)

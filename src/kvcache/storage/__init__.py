@@ -3,6 +3,7 @@
 from kvcache.storage.codecs import EncodedRows
 from kvcache.storage.contiguous import KVCache
 from kvcache.storage.layer import LayerCache
+from kvcache.storage.paged import PagedCache
 from kvcache.storage.pool import BlockPool
 from kvcache.storage.sequence import Sequence
 from kvcache.storage.specs import CacheSpec, LayerSpec
@@ -16,6 +17,7 @@ __all__ = [
     "KVCache",
     "LayerCache",
     "LayerSpec",
+    "PagedCache",
     "Sequence",
     "SlidingWindowCache",
     "Step",

@@ -75,14 +75,18 @@ class BlockStore:
             blocks[:, :, start : start + rows.shape[2]].copy_(rows)
 
     def scatter(self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> None:
-        """Encode keys (1, Hkv, N, D) and values (1, Hkv, N, Dv); token n goes to row `rows[n]` of block `blocks[n]`.
+        """Encode keys (B, Hkv, T, D) and values (..., Dv) into rows of any blocks.
 
-        Shapes must be checked, and that the rows are there. `blocks` and `rows` are int64 (N,), contiguous.
+        Token t of sequence b, n = b * T + t, goes to row `rows[n]` of block `blocks[n]`. Shapes must be checked, and
+        that the rows are there. `blocks` and `rows` are int64 (B * T,), contiguous.
         """
-        if append_rows(self, k, v, 0, blocks, rows):
-            return
-        for target, source in zip((self.k, self.v), self.encode(k, v), strict=True):
-            target[blocks, :, rows] = source[0].transpose(0, 1)
+        if not append_rows(self, k, v, 0, blocks, rows):
+            self.place(*self.encode(k, v), blocks, rows)
+
+    def place(self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy kept rows (B, Hkv, T, width) to where `scatter` would have them."""
+        for target, source in ((self.k, k), (self.v, v)):
+            target[blocks, :, rows] = source.transpose(1, 2).flatten(0, 1)
 
     def decode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return kept rows as keys and values of `dtype`; themselves where nothing changes."""
@@ -103,6 +107,14 @@ class BlockStore:
     def empty_like(self, num_blocks: int) -> Self:
         """Return new blocks of the same form."""
         return type(self)(self.layer, num_blocks, self.block_size, self.storage, self.device)
+
+    def copied(self, num_blocks: int) -> Self:
+        """Return `num_blocks` new blocks, at least as many as these, of which the first hold what these hold."""
+        other, num_more = self.empty_like(0), num_blocks - self.num_blocks
+        with torch.inference_mode(False):
+            k, v = (torch.cat([rows, rows.new_zeros(num_more, *rows.shape[1:])]) for rows in (self.k, self.v))
+        other._keep(k, v)
+        return other
 
     def to(self, device: torch.device) -> None:
         """Move all blocks, in place."""

@@ -5,7 +5,6 @@ from typing import Self
 import torch
 
 from kvcache.checks import check_int
-from kvcache.errors import CacheFullError, InvalidValueError
 from kvcache.storage.codecs import StorageLike
 from kvcache.storage.layer import LayerCache, VisibleRows
 
@@ -64,11 +63,6 @@ class KVCache(LayerCache):
         """Tokens that fit."""
         return self._store.block_size
 
-    @property
-    def stored_len(self) -> int:
-        """Tokens whose rows are stored: all of them."""
-        return self._seq_len
-
     def append(self, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
         """Store the keys and values of the next T tokens; `attend` then sees them.
 
@@ -82,10 +76,7 @@ class KVCache(LayerCache):
         """
         length = self._seq_len + self._check_new_rows(k_new, v_new)
         if length > self.max_seq_len:
-            raise CacheFullError(
-                f"KVCache is full: {self._seq_len} of {self.max_seq_len} tokens stored, {k_new.shape[2]} more asked "
-                f"for; create it with max_seq_len >= {length}"
-            )
+            raise self._full_error(length, self.max_seq_len)
         self._store.write(k_new, v_new, self._seq_len)
         self._seq_len = length
 
@@ -108,16 +99,8 @@ class KVCache(LayerCache):
         """Return an independent cache with the same content and room for `max_seq_len` tokens, at least `seq_len`."""
         return self._copied_with(max_seq_len=max_seq_len)
 
-    def can_rollback(self, n: int) -> bool:
-        """Whether the last `n` tokens can be dropped: whenever there are that many."""
-        return check_int("n", n, minimum=0) <= self._seq_len
-
     def _restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
-        if k.shape[2] != seq_len or seq_len > self.max_seq_len:
-            raise InvalidValueError(
-                f"the state has {k.shape[2]} rows after {seq_len} tokens; expected a row for each token and "
-                f"max_seq_len >= {seq_len}, which is {self.max_seq_len}"
-            )
+        self._check_complete(k, seq_len, self.max_seq_len)
         self._store.put(k, v, 0)
         self._seq_len = seq_len
 
@@ -125,4 +108,4 @@ class KVCache(LayerCache):
         self._seq_len = length
 
     def _visible_rows(self, num_queries: int, starts: torch.Tensor | None) -> VisibleRows:
-        return VisibleRows(*self.stored_rows(), starts)
+        return VisibleRows(*self._store.readable(*self.stored_rows()), starts)

@@ -1,4 +1,4 @@
-"""What every cache of one layer has in common: a block of rows for each sequence, checks, operations on the batch.
+"""What every cache of one layer has in common: its blocks of rows, checks, operations on the batch.
 
 A cache class decides which rows stay stored and where. Everything else stands here once, so that the same client
 code runs over every class. Each operation checks everything before it changes anything.
@@ -11,8 +11,17 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, Unpack, overload
 import torch
 
 from kvcache.attention import attend
-from kvcache.attention.arguments import CacheOptions, IntTensorLike, check_head_groups
+from kvcache.attention.arguments import (
+    CacheOptions,
+    IntTensorLike,
+    attention_arguments,
+    check_head_groups,
+    check_scores,
+)
+from kvcache.attention.dispatch import checked_attention
+from kvcache.attention.encoded import Store, copied
 from kvcache.checks import (
+    check_bool,
     check_device,
     check_dtype,
     check_float,
@@ -23,7 +32,7 @@ from kvcache.checks import (
     check_up_to_seq_len,
     dtype_name,
 )
-from kvcache.errors import InvalidValueError, RollbackError
+from kvcache.errors import CacheFullError, InvalidValueError, RollbackError
 from kvcache.storage.blocks import BlockStore
 from kvcache.storage.codecs import StorageLike, check_storage
 from kvcache.storage.specs import LayerSpec
@@ -33,18 +42,20 @@ from kvcache.storage.state import make_meta_state, make_state, read_state
 class VisibleRows(NamedTuple):
     """What the last T queries attend over: arguments of `attend`."""
 
-    k: torch.Tensor  # (B, Hkv, S, width), as they are stored
-    v: torch.Tensor
+    k: Store  # (B, Hkv, S, D), or blocks (num_blocks, Hkv, block_size, D)
+    v: Store
     starts: torch.Tensor | None = None  # (B,), in slots of k
     window: int | None = None
     sinks: int = 0
+    block_table: torch.Tensor | None = None  # (B, M) int64
+    lengths: torch.Tensor | None = None  # (B,) int64
 
 
 class LayerCache(ABC):
-    """The keys and values of one layer; see `KVCache` and `SlidingWindowCache`."""
+    """The keys and values of one layer; see `KVCache`, `SlidingWindowCache` and `PagedCache`."""
 
     size_names: ClassVar[tuple[str, ...]]
-    """The constructor's sizes that the buffers' shapes do not tell."""
+    """The constructor's sizes that the stored rows' shapes do not tell."""
 
     window: int | None = None  # a query sees its last `window` tokens and the first `sinks`; None: all
     sinks: int = 0
@@ -54,17 +65,19 @@ class LayerCache(ABC):
         batch_size: int,
         num_heads: int,
         head_dim: int,
-        num_rows: int,
+        block_size: int,
         dtype: torch.dtype | str,
         device: torch.device | str,
         v_head_dim: int | None,
         storage: StorageLike | None,
+        num_blocks: int | None = None,  # None: one a sequence
     ) -> None:
         batch_size = check_int("batch_size", batch_size, minimum=1)
         layer = LayerSpec(num_heads, head_dim, v_head_dim, self.window, self.sinks)
         self._dtype = check_dtype("dtype", dtype)
         kept = check_storage("storage", self._dtype if storage is None else storage)
-        self._store = BlockStore(layer, batch_size, num_rows, kept, check_device("device", device))
+        num_blocks = batch_size if num_blocks is None else num_blocks
+        self._store = BlockStore(layer, num_blocks, block_size, kept, check_device("device", device))
         self._seq_len = 0
 
     @property
@@ -80,7 +93,7 @@ class LayerCache(ABC):
     @property
     def batch_size(self) -> int:
         """Rows of the batch, B."""
-        return self._store.num_blocks
+        return self._store.num_blocks  # one a sequence, if a class does not say otherwise
 
     @property
     def num_heads(self) -> int:
@@ -98,8 +111,8 @@ class LayerCache(ABC):
         return self._store.layer.head_dims[1]
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The constructor's sizes that the buffers' shapes do not tell, by name."""
+    def sizes(self) -> dict[str, int | None]:
+        """The constructor's sizes that the stored rows' shapes do not tell, by name."""
         return {name: getattr(self, name) for name in self.size_names}
 
     @property
@@ -142,9 +155,9 @@ class LayerCache(ABC):
         return self._seq_len
 
     @property
-    @abstractmethod
     def stored_len(self) -> int:
-        """Tokens whose rows are still stored."""
+        """Tokens whose rows are still stored: all of them, without a window."""
+        return self._seq_len
 
     @abstractmethod
     def append(self, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
@@ -162,9 +175,9 @@ class LayerCache(ABC):
         """Return the stored keys (B, Hkv, stored_len, D) and values, in order of position, in `dtype`."""
         return self._store.decode(*self.stored_rows(), self._dtype)
 
-    @abstractmethod
     def can_rollback(self, n: int) -> bool:
-        """Whether the last `n` tokens can be dropped: the rows that the shorter sequence needs are all stored."""
+        """Whether the last `n` tokens can be dropped: without a window whenever there are that many."""
+        return check_int("n", n, minimum=0) <= self._seq_len
 
     @abstractmethod
     def _restore(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> None:
@@ -225,25 +238,31 @@ class LayerCache(ABC):
         num_queries = q.shape[2]
         if num_queries > self._seq_len:
             raise InvalidValueError(f"q has T = {num_queries} queries; expected at most seq_len = {self._seq_len}")
+        check_bool("return_lse", return_lse)
+        check_head_groups(q.shape[1], self.num_heads)
+        scale, softcap = check_scores(q, scale, softcap, sink_logits)
         starts = None if starts is None else self._check_starts(starts)
-        if num_queries == 0:
-            rows = VisibleRows(self.k_cache[:, :, :0], self.v_cache[:, :, :0])
-        else:
-            rows = self._visible_rows(num_queries, starts)
-        k, v = rows.k, rows.v
-        if torch.is_grad_enabled() and q.requires_grad:
-            k, v = k.clone(), v.clone()  # backward needs the rows of this step, whatever is stored by then
-        return attend(
+        k, v, starts, window, sinks, block_table, lengths = self._visible_rows(num_queries, starts)
+        if block_table is None and torch.is_grad_enabled() and q.requires_grad:
+            # Backward needs the rows of this step, whatever is stored by then; out of blocks attention takes copies.
+            k, v = copied(k), copied(v)
+        arguments = attention_arguments(
             q,
-            *self._store.readable(k, v),
-            starts=rows.starts,
-            window=rows.window,
-            sinks=rows.sinks,
-            scale=scale,
-            softcap=softcap,
-            sink_logits=sink_logits,
-            return_lse=return_lse,
+            k,
+            v,
+            k.shape[2],
+            block_table,
+            lengths,
+            starts,
+            window,
+            sinks,
+            scale,
+            softcap,
+            sink_logits,
+            return_lse,
         )
+        output, lse = checked_attention(arguments)
+        return output if lse is None or not return_lse else (output, lse)
 
     def append_and_attend(
         self, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, *, scale: float | None = None
@@ -364,7 +383,7 @@ class LayerCache(ABC):
 
     @property
     def meta_state(self) -> dict[str, Any]:
-        """What `from_state` needs beside the tensors: plain strings and ints."""
+        """What `from_state` needs beside the tensors: plain strings and ints, None for a limit that is not set."""
         head_dims = self._store.layer.head_dims
         return make_meta_state(type(self).__name__, self.dtype, self.storage, head_dims, self.seq_len, self.sizes)
 
@@ -414,6 +433,21 @@ class LayerCache(ABC):
         num_tokens = k_new.shape[2]
         check_tensor("v_new", v_new, (*batch_heads, num_tokens, self.v_head_dim), "(B, Hkv, T, Dv)", self.device)
         return num_tokens
+
+    def _full_error(self, length: int, max_seq_len: int) -> CacheFullError:
+        """Return the error for tokens up to `length` that do not fit."""
+        return CacheFullError(
+            f"{type(self).__name__} is full: {self._seq_len} of {max_seq_len} tokens stored, "
+            f"{length - self._seq_len} more asked for; create it with max_seq_len >= {length}"
+        )
+
+    def _check_complete(self, k: torch.Tensor, seq_len: int, max_seq_len: int | None) -> None:
+        """Check that rows (B, Hkv, S, width) that are to be restored are those of all of `seq_len` tokens, and fit."""
+        if k.shape[2] != seq_len or (max_seq_len is not None and seq_len > max_seq_len):
+            raise InvalidValueError(
+                f"the state has {k.shape[2]} rows after {seq_len} tokens; expected a row for each token and "
+                f"max_seq_len >= {seq_len}, which is {max_seq_len}"
+            )
 
     def _check_starts(self, starts: IntTensorLike) -> torch.Tensor:
         checked = check_int_tensor("starts", starts, (self.batch_size,), "(B,)", self.device)

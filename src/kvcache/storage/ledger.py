@@ -6,12 +6,14 @@ and nothing else counts it.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
+from kvcache.checks import check_int
 from kvcache.errors import InvalidValueError
 
 
 class BlockLedger:
-    """The holders of blocks 0 .. num_blocks - 1 of one kind of layers; every act takes the same time, however many.
+    """The holders of blocks 0 .. num_blocks - 1 of one kind of layers; acts take the same time, however many.
 
     Blocks are handed out from 0 up, freed ones again before new ones, the last freed first.
 
@@ -37,6 +39,18 @@ class BlockLedger:
     def holders(self) -> dict[int, frozenset[object]]:
         """The holders of each block that is not free: a snapshot."""
         return {block: frozenset(holders) for block, holders in self._holders.items()}
+
+    def add(self, num_blocks: int) -> None:
+        """Let there be more blocks, which go out after those that are free already; takes longer the more they are."""
+        self._free[:0] = reversed(range(self.num_blocks, self.num_blocks + num_blocks))
+        self.num_blocks += num_blocks
+
+    def check_block(self, block: Any) -> int:
+        """Return `block`, the id of a block that there is, as a plain int."""
+        number = check_int("block", block, minimum=0)
+        if number >= self.num_blocks:
+            raise InvalidValueError(f"block is {number}; expected one of the {self.num_blocks}, counted from 0")
+        return number
 
     def num_holders(self, block: int) -> int:
         """Return how many hold `block`."""

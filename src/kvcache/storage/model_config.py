@@ -49,7 +49,7 @@ def layer_windows(decoder: Any) -> list[int | None]:
     kinds = getattr(decoder, "layer_types", None)
     if kinds is None:
         kinds = [_implied_kind(layer) for layer in layers]
-    sharing = getattr(decoder, "kv_sharing_modes", None) or [None] * len(layers)
+    sharing = getattr(decoder, "kv_sharing_modes", None) or _implied_sharing(decoder, len(layers))
     for name, entries in (("layer_types", kinds), ("kv_sharing_modes", sharing)):
         if len(entries) != len(layers):
             raise InvalidValueError(f"{name} has {len(entries)} entries; expected num_hidden_layers={len(layers)}")
@@ -69,6 +69,11 @@ def _implied_kind(layer: Any) -> str:
     if getattr(layer, "sliding_window", None) is not None:
         return "sliding_attention"
     return "full_attention" if getattr(layer, "attention_chunk_size", None) is None else "chunked_attention"
+
+
+def _implied_sharing(decoder: Any, num_layers: int) -> list[str | None]:
+    num_shared = getattr(decoder, "num_kv_shared_layers", None) or 0  # all that transformers before 5.23 tells
+    return [None] * (num_layers - num_shared) + ["reuse"] * num_shared
 
 
 def layer_sizes(decoder: Any) -> list[tuple[int, int, int, int | None]]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from kvcache.checks import check_device, check_int
-from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.errors import InvalidTypeError
 from kvcache.storage.blocks import BlockStore
 from kvcache.storage.codecs import StorageLike, check_storage
 from kvcache.storage.ledger import BlockLedger
@@ -123,9 +123,7 @@ class BlockPool:
         """
         self.spec.check_kind(kind)
         ledger = self._ledgers[kind]
-        if check_int("block", block, minimum=0) >= ledger.num_blocks:
-            raise InvalidValueError(f"block is {block}; expected one of the {ledger.num_blocks}, counted from 0")
-        return ledger.num_holders(block)
+        return ledger.num_holders(ledger.check_block(block))
 
     def new_sequence(self) -> Sequence:
         """Return an empty sequence; it takes its first block in a step."""

@@ -38,6 +38,9 @@ class Growth:
             self.table.ledger.release(self.replaced, self)
 
 
+Request = tuple[BlockTable, int, int]  # a table, the tokens it holds and those to come
+
+
 class Reservation:
     """Room for new tokens in tables of one kind.
 
@@ -49,10 +52,10 @@ class Reservation:
         OutOfBlocksError: too few blocks are free; nothing has changed.
     """
 
-    def __init__(self, kind: str, requests: Iterable[tuple[BlockTable, int, int]]) -> None:
+    def __init__(self, kind: str, requests: Iterable[Request]) -> None:
         plan = list(_plan(requests))  # of (table, new blocks, whether to copy)
         if plan:
-            needed = sum(num_new + copies for _, num_new, copies in plan)
+            needed = _num_blocks(plan)
             free = plan[0][0].ledger.num_free
             if needed > free:
                 raise OutOfBlocksError(kind, needed, free)
@@ -79,7 +82,16 @@ class Reservation:
             growth.undo()
 
 
-def _plan(requests: Iterable[tuple[BlockTable, int, int]]) -> Iterator[tuple[BlockTable, int, bool]]:
+def num_blocks_needed(requests: Iterable[Request]) -> int:
+    """Return how many free blocks a `Reservation` takes."""
+    return _num_blocks(_plan(requests))
+
+
+def _num_blocks(plan: Iterable[tuple[BlockTable, int, bool]]) -> int:
+    return sum(num_new + copies for _, num_new, copies in plan)
+
+
+def _plan(requests: Iterable[Request]) -> Iterator[tuple[BlockTable, int, bool]]:
     requests = list(requests)
     keepers = _keepers(requests)
     for table, length, num_tokens in requests:
@@ -88,7 +100,7 @@ def _plan(requests: Iterable[tuple[BlockTable, int, int]]) -> Iterator[tuple[Blo
         yield table, num_new, block is not None and keepers.get(block) is not table
 
 
-def _keepers(requests: list[tuple[BlockTable, int, int]]) -> dict[int, BlockTable]:
+def _keepers(requests: list[Request]) -> dict[int, BlockTable]:
     """Return who may write each open block that is held by none but tables that grow: of several the longest."""
     growing: dict[int, list[BlockTable]] = {}
     for table, length, _ in sorted(requests, key=lambda request: request[1]):

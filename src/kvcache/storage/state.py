@@ -32,7 +32,7 @@ def make_meta_state(
     storage: str,
     head_dims: tuple[int, int],
     seq_len: int,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, int | None],
 ) -> dict[str, Any]:
     """Return what cannot be read off the tensors: the class's name, what it emits and keeps, what it saw, its sizes."""
     return {

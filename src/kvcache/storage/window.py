@@ -136,6 +136,19 @@ class SlidingWindowCache(LayerCache):
         """Return copies of the stored keys (B, Hkv, stored_len, width) and values, in order of position."""
         return self._ordered(self._first)
 
+    def visible_rows(self, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the keys (B, Hkv, S, D) and values that the last `num_queries` tokens' queries may see.
+
+        They are in order of position and in `dtype`: what `update` of these tokens returns, asked for later.
+
+        Raises:
+            InvalidValueError: some of them are no longer stored.
+        """
+        k, v = self._ordered(self._first_stored_for(num_queries))
+        if self._step is not None:
+            k, v = k.clone(), v.clone()
+        return self._store.decode(k, v, self._dtype)
+
     def resized(self, *, window: int | None = None, slack: int | None = None) -> Self:
         """Return an independent cache with the same content and another window or slack.
 
@@ -175,20 +188,29 @@ class SlidingWindowCache(LayerCache):
         self._step = None
 
     def _visible_rows(self, num_queries: int, starts: torch.Tensor | None) -> VisibleRows:
+        if num_queries == 0:  # they see nothing, so nothing needs to be stored
+            return VisibleRows(*self._store.readable(self.k_cache[:, :, :0], self.v_cache[:, :, :0]))
         first_visible = self._first_visible(self._seq_len - num_queries)
         if num_queries == 1 and starts is None and self._all_stored_rows_visible(first_visible):
             # One query sees them all, so their order in the ring does not matter and nothing is copied.
-            return VisibleRows(self.k_cache[:, :, : self.stored_len], self.v_cache[:, :, : self.stored_len])
-        if first_visible < self._first:
-            if self._step is None or first_visible < self._step.first:
-                raise InvalidValueError(
-                    f"q has T = {num_queries} queries, the first of which sees tokens from position {first_visible} "
-                    f"on; stored are those from {self._first} on; attend right after the step's append, or create the "
-                    f"cache with slack >= {self.slack + self._first - first_visible}"
-                )
-            first_visible = self._step.first
-        k, v = self._ordered(first_visible)
+            stored = slice(self.stored_len)
+            return VisibleRows(*self._store.readable(self.k_cache[:, :, stored], self.v_cache[:, :, stored]))
+        first_visible = self._first_stored_for(num_queries)
+        k, v = self._store.readable(*self._ordered(first_visible))
         return VisibleRows(k, v, self._starts_in_slots(starts, first_visible), self.window, self.sinks)
+
+    def _first_stored_for(self, num_queries: int) -> int:
+        """Return the lowest position after the sinks that is needed for the last `num_queries` tokens' queries."""
+        first_visible = self._first_visible(self._seq_len - num_queries)
+        if first_visible >= self._first:
+            return first_visible
+        if self._step is None or first_visible < self._step.first:
+            raise InvalidValueError(
+                f"q has T = {num_queries} queries, the first of which sees tokens from position {first_visible} "
+                f"on; stored are those from {self._first} on; attend right after the step's append, or create the "
+                f"cache with slack >= {self.slack + self._first - first_visible}"
+            )
+        return self._step.first
 
     def _all_stored_rows_visible(self, first_visible: int) -> bool:
         in_front_slots = self._first == self.sinks or self.stored_len == self.k_cache.shape[2]

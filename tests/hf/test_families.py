@@ -6,7 +6,7 @@ from functools import cache, partial
 import pytest
 import torch
 
-from kvcache.hf import cache_for
+from kvcache.hf import cache_for, use_attention
 from tests.hf.runs import assert_same_logits, generate, ids_of, left_padded, logits_of
 from tests.hf.tiny_models import ALL_FAMILIES, ENCODER_DECODERS
 
@@ -39,8 +39,12 @@ MODES_OF = dict.fromkeys(ALL_FAMILIES, MODES) | dict.fromkeys(ENCODER_DECODERS, 
 ATTENTIONS = ("model's own", "kvcache", "blocks")
 # Here blocks change nothing: all layers slide, or attention does not read the store.
 WITHOUT_BLOCKS = {"mistral", "phi3", "deepseek_v3"}
-# DeepSeek-V3 makes its keys and values of what the cache returns; this warning from any other family is an error.
-EXPANDS = pytest.mark.filterwarnings("ignore:the model does something with a layer's keys and values:UserWarning")
+# The models that do not read the store; these warnings from any other family are errors.
+DECODED = {
+    # It makes its keys and values of what the cache returns.
+    "deepseek_v3": pytest.mark.filterwarnings("ignore:the model does something with a layer's keys:UserWarning"),
+    "t5": pytest.mark.filterwarnings("ignore:attention under position_bias is PyTorch's:UserWarning"),
+}
 
 
 def every(*cases):
@@ -48,9 +52,7 @@ def every(*cases):
     return pytest.mark.parametrize(
         ("case", "attention"),
         [
-            pytest.param(
-                case, attention, id=", ".join((*case, attention)), marks=EXPANDS if case[0] == "deepseek_v3" else ()
-            )
+            pytest.param(case, attention, id=", ".join((*case, attention)), marks=DECODED.get(case[0], ()))
             for case in cases
             for attention in ATTENTIONS
             if attention != "blocks" or case[0] not in WITHOUT_BLOCKS
@@ -108,8 +110,6 @@ def empty_cache(family, attention):
     if attention == "model's own":
         yield cache_for(model)
         return
-    from kvcache.hf import use_attention
-
     with use_attention(model):
         yield cache_for(model, block_size=4) if attention == "blocks" else cache_for(model)
 

@@ -9,8 +9,9 @@ from kvcache.hf import cache_for, use_attention
 from kvcache.hf.attention import NAME
 from kvcache.hf.deferred import Deferred, content_of, source_of
 from kvcache.hf.masks import MaskRule, mask_of_rule
+from kvcache.hf.versions import CACHE_ARGUMENT
 from tests.hf.runs import ids_of, left_padded
-from tests.hf.tiny_models import WINDOW, gemma3, llama
+from tests.hf.tiny_models import WINDOW, gemma3
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def model():
 
 def masks(model, new, mask=None, batch=3, make=create_causal_mask, cache=None, **options):
     """Return our mask for new tokens behind the cache, and transformers' own."""
-    arguments = {"inputs_embeds": torch.zeros(batch, new, 4), "attention_mask": mask, "cache": cache, **options}
+    arguments = {"inputs_embeds": torch.zeros(batch, new, 4), "attention_mask": mask, CACHE_ARGUMENT: cache, **options}
     ours = make(config=model.config, **arguments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(AttentionMaskInterface._global_mapping, NAME, sdpa_mask)
@@ -64,13 +65,15 @@ def test_the_content_is_transformers_mask(model, make, past, new, padded):
         {"and_mask_function": lambda b, h, q, k: (q - k) % 2 == 0},
         {"or_mask_function": lambda b, h, q, k: k < 2},
         {"block_sequence_ids": torch.tensor([[-1, 0, 0, 0, -1, -1]] * 3)},
-        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 3), "cache": None},
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 3)},
     ],
     ids=["and", "or", "blocks", "packed"],
 )
 @pytest.mark.parametrize("make", [create_causal_mask, create_sliding_window_causal_mask])
 def test_other_rules_are_transformers_own_masks(model, options, make):
-    ours, theirs = masks(model, 6, make=make, **{"cache": cache_for(model), **options})
+    # Packed texts are recognised where there is no cache.
+    cache = None if "position_ids" in options else cache_for(model)
+    ours, theirs = masks(model, 6, make=make, cache=cache, **options)
     assert type(ours) is torch.Tensor
     assert torch.equal(ours, theirs)
 
@@ -96,10 +99,3 @@ def test_a_mask_that_is_touched_is_what_it_holds():
     assert deferred.touched
     assert source_of(deferred, MaskRule) is None  # it may have been written
     assert "MaskRule(window=None" in repr(deferred)
-
-
-def test_a_model_of_which_a_cache_lives_gets_rules():
-    model = llama()
-    with use_attention(model), torch.no_grad():
-        assert model.config._attn_implementation == NAME
-        model(ids_of(4), cache=cache_for(model))

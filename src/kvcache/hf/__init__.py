@@ -6,6 +6,10 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"kvcache.hf needs {error.name}: pip install 'torch-kvcache[hf]'", name=error.name
     ) from error
+else:
+    from kvcache.hf.versions import check_transformers
+
+    check_transformers()
 
 from kvcache.hf.attention import FusedAttention, use_attention
 from kvcache.hf.cache import EncoderDecoderModelCache, ModelCache, cache_for

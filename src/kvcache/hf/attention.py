@@ -13,8 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcache.attention import attend
-from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.errors import InvalidValueError
 from kvcache.hf.deferred import content_of, source_of
+from kvcache.hf.guard import check_model
 from kvcache.hf.layers import StoredRows
 from kvcache.hf.masks import MaskRule, mask_of_rule
 from kvcache.storage.model_config import decoder_config
@@ -28,7 +29,7 @@ class FusedAttention:
     """What `use_attention` has changed; as a context manager it takes it back at the end."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+        self._before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
         _set_attention(model)
 
     def undo(self) -> None:
@@ -49,9 +50,9 @@ def use_attention(model: PreTrainedModel) -> FusedAttention:
     """Let a model attend through `kvcache.attend`, which reads the caches of `cache_for(model)` as they are stored.
 
     Prompts and decode steps, full and sliding layers, left-padded batches, softcaps and sink logits are attended
-    straight from the store, quantised rows included. Other masks, and layers that do something with the keys and values
-    in between, get decoded rows and PyTorch's attention, as before; the second kind is warned about, once a layer.
-    Other caches, and runs without one, work too.
+    straight from the store, quantised rows included. Under other masks, and in layers that do something with the keys
+    and values in between, attention is PyTorch's over decoded rows, with a warning. Other caches, and runs without one,
+    work too.
 
     Args:
         model: a transformers model that can generate, whose attention is exchangeable (`attn_implementation`).
@@ -68,11 +69,7 @@ def use_attention(model: PreTrainedModel) -> FusedAttention:
         kvcache.hf.use_attention(model)
         output = model.generate(**inputs, cache=kvcache.hf.cache_for(model, storage="int8"))
     """
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise InvalidTypeError(
-            f"model is a {type(model).__name__}; expected a transformers model that can generate, for instance from "
-            "AutoModelForCausalLM.from_pretrained"
-        )
+    check_model(model)
     if not attention_is_exchangeable(model):
         raise InvalidValueError(
             f"{type(model).__name__} has attention of its own that cannot be exchanged; use cache_for(model) without "
@@ -86,7 +83,7 @@ def attention_is_exchangeable(model: PreTrainedModel) -> bool:
     return bool(model._can_set_attn_implementation())
 
 
-def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Return every configuration that may name an attention."""
     found = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     waiting = list(found.values())
@@ -125,7 +122,11 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the output (B, T, H, Dv), as transformers' attention functions do."""
+    """Return the output (B, T, H, Dv), as transformers' attention functions do.
+
+    Raises:
+        InvalidValueError: softcap or sink logits together with an option that is not supported.
+    """
     others = {name for name, option in kwargs.items() if option is not None and option is not False} - HARMLESS
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rule = _rule(attention_mask, query.shape[2], key, causal, sliding_window)
@@ -145,6 +146,8 @@ def attention_forward(
                 sink_logits=s_aux,
             )
         return output.transpose(1, 2), None
+    if (rows := source_of(key, StoredRows)) is not None:
+        rows.layer.warn_decoded(", ".join(sorted(others)) or ("dropout" if dropout else "this mask"))
     key, value, attention_mask = content_of(key), content_of(value), content_of(attention_mask)
     if softcap is None and s_aux is None:
         output, _ = sdpa_attention_forward(
@@ -207,8 +210,8 @@ def _masked_attention(
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     sees_nothing = (scores == -torch.inf).all(dim=-1, keepdim=True)
     if sink_logits is not None:
-        sinks = sink_logits.to(scores.dtype).view(1, heads, 1, 1).expand(batch, -1, queries, 1)
-        scores = torch.cat([scores, sinks], dim=-1)
+        sink_column = sink_logits.to(scores.dtype).view(1, heads, 1, 1).expand(batch, -1, queries, 1)
+        scores = torch.cat([scores, sink_column], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].masked_fill(sees_nothing, 0.0).to(value.dtype)
     weights = torch.nn.functional.dropout(weights, dropout, module.training)
     output = weights.view(batch, key.shape[1], -1, queries, key.shape[2]) @ value[:, :, None]

@@ -9,9 +9,9 @@ import torch
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from kvcache.checks import check_int
-from kvcache.errors import InvalidTypeError, InvalidValueError, RollbackError
+from kvcache.errors import InvalidValueError, RollbackError
 from kvcache.hf.attention import NAME
-from kvcache.hf.guard import Guard, guard_model
+from kvcache.hf.guard import Guard, check_model, guard_model
 from kvcache.hf.layers import FullLayer, StoredLayer, WindowLayer
 from kvcache.hf.tokens import TokenRecord
 from kvcache.storage.codecs import Storage, StorageLike, check_storage
@@ -42,7 +42,7 @@ class ModelCache(Cache):
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes of the rows that hold tokens."""
+        """Bytes of the rows that hold tokens; what rows of the batch share in blocks counts once."""
         return sum(layer.rows.stored_nbytes for layer in self.layers if layer.rows is not None)
 
     @property
@@ -209,6 +209,7 @@ def cache_for(
     Args:
         model: a transformers model that can generate, with full or sliding attention in every layer.
         max_tokens: tokens that fit, preallocated at the first use; None: as many as come, by doubling the buffers.
+            With a `block_size` blocks are added as tokens come, either way.
         storage: how rows are kept, as in `kvcache.KVCache` ("bfloat16", "int8", "int8/int4" ...); default: as they
             come.
         block_size: keep the layers with full attention in blocks of so many tokens, which beams and repeated rows
@@ -238,12 +239,7 @@ def cache_for(
 
 
 def _decoder_config(model: Any) -> PreTrainedConfig:
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise InvalidTypeError(
-            f"model is a {type(model).__name__}; expected a transformers model that can generate, for instance from "
-            "AutoModelForCausalLM.from_pretrained"
-        )
-    config: PreTrainedConfig = decoder_config(model.config)
+    config: PreTrainedConfig = decoder_config(check_model(model).config)
     return config
 
 

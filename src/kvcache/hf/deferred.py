@@ -5,10 +5,12 @@ stand for (`source`). Whatever else a model does with one gets the content, so n
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
+
+Source = TypeVar("Source")
 
 
 class Deferred(torch.Tensor):
@@ -74,11 +76,11 @@ class Deferred(torch.Tensor):
 
 
 def content_of(tensor: Any) -> Any:
-    """Return the content of a deferred tensor, and anything else as it is."""
+    """Return the content of a deferred tensor, which is no touch, and anything else as it is."""
     return tensor.content if isinstance(tensor, Deferred) else tensor
 
 
-def source_of(tensor: Any, kind: type[Self]) -> Self | None:  # type: ignore[misc]
+def source_of(tensor: Any, kind: type[Source]) -> Source | None:
     """Return what an untouched deferred tensor stands for, if it is of this kind."""
     untouched = isinstance(tensor, Deferred) and not tensor.touched
     return tensor.source if untouched and isinstance(tensor.source, kind) else None

@@ -12,12 +12,23 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from kvcache.errors import InvalidValueError
+from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.hf.versions import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from kvcache.storage.model_config import decoder_config
 
 METHOD = "prepare_inputs_for_generation"
+
+
+def check_model(model: Any) -> PreTrainedModel:
+    """Return `model` if it is a transformers model that can generate, else raise `InvalidTypeError`."""
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise InvalidTypeError(
+            f"model is a {type(model).__name__}; expected a transformers model that can generate, for instance from "
+            "AutoModelForCausalLM.from_pretrained"
+        )
+    return model
 
 
 class Guard:

@@ -1,6 +1,7 @@
 """The cache of one decoder layer, as transformers asks for it.
 
     full_attention       FullLayer      over KVCache              preallocated, or doubling as it fills
+                                        or PagedCache             with a block size: blocks are added as it fills
     sliding_attention    WindowLayer    over SlidingWindowCache   the same up to the window, then constant
 
 A layer object only translates; which rows stay, and where, is decided in `kvcache.storage`.
@@ -40,11 +41,15 @@ class StoredRows(NamedTuple):
     def attend(self, query: torch.Tensor, rule: "MaskRule", **options: Unpack[ScoreOptions]) -> torch.Tensor:
         """Attend queries (B, H, T, D) of the newest tokens under the layer's own rule and the mask's padding."""
         assert self.layer.rows is not None
-        starts = None if rule.starts_in_keys is None else rule.starts
+        starts = rule.starts if rule.hides_keys else None  # positions: what a layer's cache counts in
         return self.layer.rows.attend(query, starts=starts, **options)
 
     def decoded(self) -> torch.Tensor:
-        """Return the rows (B, Hkv, S, head size)."""
+        """Return the rows (B, Hkv, S, head size).
+
+        Raises:
+            InvalidValueError: the cache has changed since it returned what stands for them.
+        """
         if not self.is_current:
             raise InvalidValueError("the cache has changed since it returned these keys and values; read them before")
         return self.layer.visible_rows(self.num_queries)[self.part]
@@ -203,12 +208,20 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         source = StoredRows(self, part, num_queries, self.num_changes)
         return Deferred(shape, rows.dtype, rows.device, source, source.decoded, self._note_touch)
 
+    def warn_decoded(self, asked_for: str) -> None:
+        """Say why the store is not read."""
+        warnings.warn(
+            f"attention under {asked_for} is PyTorch's ({self.kind}): a layer's keys and values are decoded for it at "
+            "each step instead of being read where they are stored",
+            stacklevel=2,
+        )
+
     def _note_touch(self) -> None:
         if not self.is_touched:
             self.is_touched = True
             warnings.warn(
-                f"the model does something with a layer's keys and values ({self.kind} attention) before it attends, "
-                "so they are decoded for it at each step instead of being read where they are stored",
+                f"the model does something with a layer's keys and values ({self.kind}) before it attends: they are "
+                "decoded for it at each step instead of being read where they are stored",
                 stacklevel=2,
             )
 

@@ -25,9 +25,14 @@ class MaskRule(NamedTuple):
     num_keys: int
 
     @property
+    def hides_keys(self) -> bool:
+        """Whether the padding hides any of the keys."""
+        return self.starts is not None and self.largest_start > self.first_position
+
+    @property
     def starts_in_keys(self) -> torch.Tensor | None:
         """`starts` counted from the first key."""
-        if self.starts is None or self.largest_start <= self.first_position:
+        if self.starts is None or not self.hides_keys:
             return None
         return (self.starts - self.first_position).clamp(min=0)
 
@@ -39,7 +44,7 @@ def mask_of_rule(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,  # (B, S), 0 where there is padding
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from kvcache.checks import check_int
+from kvcache.checks import check_int, check_up_to_seq_len
 from kvcache.errors import InvalidValueError
 from kvcache.storage.codecs import StorageLike
 from kvcache.storage.layer import LayerCache, VisibleRows
@@ -144,6 +144,7 @@ class SlidingWindowCache(LayerCache):
         Raises:
             InvalidValueError: some of them are no longer stored.
         """
+        num_queries = check_up_to_seq_len("num_queries", num_queries, self._seq_len)
         k, v = self._ordered(self._first_stored_for(num_queries))
         if self._step is not None:
             k, v = k.clone(), v.clone()
@@ -206,9 +207,9 @@ class SlidingWindowCache(LayerCache):
             return first_visible
         if self._step is None or first_visible < self._step.first:
             raise InvalidValueError(
-                f"q has T = {num_queries} queries, the first of which sees tokens from position {first_visible} "
-                f"on; stored are those from {self._first} on; attend right after the step's append, or create the "
-                f"cache with slack >= {self.slack + self._first - first_visible}"
+                f"the first of the last {num_queries} tokens' queries sees tokens from position {first_visible} on; "
+                f"stored are those from {self._first} on; attend right after the step's append, or create the cache "
+                f"with slack >= {self.slack + self._first - first_visible}"
             )
         return self._step.first
 

@@ -85,6 +85,16 @@ def test_zeros_elsewhere_than_before_the_ones_are_no_left_padding(model, row):
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("shape", [(3, 6), (3, 1), (3, 9)], ids=str)
+def test_a_mask_of_ones_that_does_not_cover_all_keys_is_no_rule(shape):
+    """transformers hides what it does not cover."""
+    mask = torch.ones(shape, dtype=torch.bool)
+    options = {"q_offset": 5, "attention_mask": mask, "allow_is_causal_skip": False}
+    ours = mask_of_rule(3, 2, 7, **options)
+    assert not isinstance(ours, Deferred)
+    assert torch.equal(ours, sdpa_mask(3, 2, 7, **options))
+
+
 def test_a_preallocated_cache_of_transformers_keeps_its_mask():
     """There the newest query is not at the last key."""
     ours = mask_of_rule(1, 2, 16, q_offset=5)

@@ -4,6 +4,7 @@ That the text is transformers' own, for every family and mode, is in test_famili
 """
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -62,6 +63,30 @@ def test_a_model_that_changes_keys_and_values_gets_them_decoded_and_warns_once(r
     assert len([one for one in caught if "does something with a layer's keys and values" in str(one.message)]) == 2
     assert reads == ["decoded"] * 2 * 2  # keys and values of two layers, at the first forward only
     assert all(layer.is_touched for layer in cache.layers)
+
+
+@pytest.mark.filterwarnings("ignore:the model does something with a layer's keys and values:UserWarning")
+@pytest.mark.filterwarnings("ignore:attention that does not read the store:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 60}, {"block_size": 4}], ids=str)
+def test_decoded_rows_may_lie_in_the_store_in_any_way(options):
+    model, ids = deepseek_v3(), ids_of(11, batch=2)
+    expected = logits_of(model, ids, (11,), cache_for(model))
+    cache = cache_for(model, **options)
+    with use_attention(model):
+        assert_same_logits(logits_of(model, ids, (5, 1, 3, 2), cache), expected)
+
+
+def test_what_stands_for_rows_is_copied_and_pickled_as_a_plain_tensor():
+    model = llama()
+    cache = cache_for(model, max_tokens=20)
+    new = torch.randn(2, 3, 2, 5, 8, dtype=torch.float64)
+    with use_attention(model):
+        for k in cache.update(*new, 0):
+            assert isinstance(k, Deferred)
+            for one in (copy.deepcopy(k), pickle.loads(pickle.dumps(k))):
+                assert type(one) is torch.Tensor
+                assert torch.equal(one, k.content)
+    assert torch.equal(k.content, new[1])
 
 
 @pytest.mark.parametrize("storage", [None, "int8", "int4"])
@@ -243,7 +268,7 @@ def test_beams_share_the_blocks_of_their_prompt():
 
 def test_blocks_without_use_attention_are_right_and_said_to_be_slow():
     model, ids = llama(), ids_of(9)
-    with pytest.warns(UserWarning, match="use_attention"):
+    with pytest.warns(UserWarning, match="needs a copy of all blocks at each step; call kvcache.hf.use_attention"):
         assert torch.equal(generate(model, ids, cache_for(model, block_size=4)), generate(model, ids, "no"))
 
 

@@ -122,7 +122,9 @@ def test_a_long_steps_extra_rows_do_not_count_as_stored():
     assert not cache.can_rollback(3)
     assert cache.attend(ones(20)).flatten()[10].item() == pytest.approx(10.0)  # tokens 9, 10, 11
     cache.rollback(1)
-    with pytest.raises(InvalidValueError, match=r"T = 5 queries, .* from position 12 on; stored are those from 16 on"):
+    with pytest.raises(
+        InvalidValueError, match=r"last 5 tokens' queries sees tokens from position 12 on; stored are those from 16 on"
+    ):
         cache.attend(ones(5))
 
 

@@ -73,7 +73,7 @@ class ModelCache(Cache):
         """
         self.guard.check_attached()
         reads_store = self.guard.attention == NAME and not self.of_encoder
-        return super().update(key_states, value_states, layer_idx, *args, reads_store=reads_store, **kwargs)
+        return self.layers[layer_idx].update(key_states, value_states, *args, reads_store=reads_store, **kwargs)
 
     def drop_unfinished(self) -> None:
         """Take back what a forward that was interrupted left in some of the layers.

@@ -17,14 +17,13 @@ class Deferred(torch.Tensor):
     """A tensor of known shape, dtype and device that stands for `source`; `on_touch` is called at the first touch."""
 
     source: Any
-    touched: bool
+    touched = False
     _compute: Callable[[], torch.Tensor]
     _on_touch: Callable[[], None] | None
-    _content: torch.Tensor | None
+    _content: torch.Tensor | None = None
 
     @staticmethod
-    def __new__(  # noqa: D102
-        cls,
+    def of(
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
@@ -32,22 +31,16 @@ class Deferred(torch.Tensor):
         compute: Callable[[], torch.Tensor],
         on_touch: Callable[[], None] | None = None,
     ) -> "Deferred":
-        deferred: Deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        deferred.source = source
-        deferred.touched = False
-        deferred._compute = compute
-        deferred._on_touch = on_touch
-        deferred._content = None
+        """Return a tensor that stands for `source` and whose content `compute` returns."""
+        deferred: Deferred = torch.Tensor._make_wrapper_subclass(Deferred, shape, dtype=dtype, device=device)
+        deferred.source, deferred._compute, deferred._on_touch = source, compute, on_touch
         return deferred
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__()
 
     @property
     def content(self) -> torch.Tensor:
         """What the tensor holds."""
         if self._content is None:
-            self._content = self._compute()
+            self._content = self._compute().contiguous()  # as the strides say of which operations are made
         return self._content
 
     @classmethod

@@ -7,6 +7,7 @@ its own. They act only on calls with a cache that holds a `Guard`, and go with t
 import inspect
 import weakref
 from collections.abc import Callable
+from functools import cache
 from types import MethodType
 from typing import Any, NoReturn, Self
 
@@ -44,7 +45,11 @@ class Guard:
     @property
     def attention(self) -> str | None:
         """The name of the attention that the model's decoder uses at the moment."""
-        return None if self._decoder is None else self._decoder._attn_implementation
+        if self._decoder is None:
+            return None
+        # Past the lookups of configurations, which would be a tenth of what a layer adds to a token.
+        name: str | None = object.__getattribute__(self._decoder, "_attn_implementation_internal")
+        return name
 
     def check_attached(self) -> None:
         """Raise `InvalidValueError` if there never was a model."""
@@ -176,7 +181,12 @@ def finish_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     if not args:
         return kwargs
-    return kwargs | dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+    return kwargs | dict(zip(_parameters_of_forward(type(model).forward), args, strict=False))
+
+
+@cache
+def _parameters_of_forward(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]  # without self
 
 
 def _check_belongs(cache: Any, model: Any) -> None:

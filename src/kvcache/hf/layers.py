@@ -129,6 +129,12 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             rows.append(key_states, value_states)
             self.rows = rows
             return self._deferred(0, num_new, num_visible), self._deferred(1, num_new, num_visible)
+        if isinstance(rows, PagedCache) and not is_compiling():
+            warnings.warn(
+                "attention that does not read the store needs a copy of all blocks at each step; call "
+                "kvcache.hf.use_attention(model), or make the cache without block_size",
+                stacklevel=2,
+            )
         k, v = rows.update(key_states, value_states)
         rows.rollback(0)  # a window lets go of what only its own `attend` would read
         self.rows = rows
@@ -206,7 +212,7 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert rows is not None
         shape = rows.batch_size, rows.num_heads, num_visible, (rows.head_dim, rows.v_head_dim)[part]
         source = StoredRows(self, part, num_queries, self.num_changes)
-        return Deferred(shape, rows.dtype, rows.device, source, source.decoded, self._note_touch)
+        return Deferred.of(shape, rows.dtype, rows.device, source, source.decoded, self._note_touch)
 
     def warn_decoded(self, asked_for: str) -> None:
         """Say why the store is not read."""
@@ -252,18 +258,6 @@ class FullLayer(StoredLayer):  # type: ignore[no-untyped-call]
     def __init__(self, max_tokens: int | None, storage: Storage | None, block_size: int | None = None) -> None:
         super().__init__(max_tokens, storage)
         self.block_size = block_size
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, reads_store: bool = False, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `StoredLayer.update`; warns once if blocks have to be copied for the model's own attention."""
-        if self.block_size is not None and not reads_store and self.rows is None:
-            warnings.warn(
-                "the model's own attention needs a copy of all blocks at each step; call "
-                "kvcache.hf.use_attention(model), or make the cache without block_size",
-                stacklevel=2,
-            )
-        return super().update(key_states, value_states, *args, reads_store=reads_store, **kwargs)
 
     def visible_rows(self, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all stored keys (B, Hkv, S, D) and values, decoded."""

@@ -55,7 +55,7 @@ def mask_of_rule(
 
     None says that a single query, or as many as there are keys, are under no other rule than causality.
     """
-    computed = partial(
+    computed: Callable[[], Any] = partial(
         sdpa_mask,
         batch_size,
         q_length,
@@ -74,25 +74,31 @@ def mask_of_rule(
     plain = causal_mask_function if local_size is None else sliding_window_causal_mask_function(local_size)
     # In a preallocated cache of transformers the newest query is not at the last key.
     at_the_end = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == length
-    if is_compiling() or not at_the_end or not _same(mask_function, plain):
-        return computed()
+    covers_all = attention_mask is None or attention_mask.shape == (batch_size, length)
+    is_rule = at_the_end and covers_all and not is_compiling() and _same(mask_function, plain)
     starts = None
-    if attention_mask is not None and not attention_mask[:, :length].all():
-        starts = _left_padding(attention_mask, length)
-        if starts is None:
-            return computed()
-    elif allow_is_causal_skip and q_length in (1, kv_length) and (local_size is None or kv_length < local_size):
+    if is_rule and attention_mask is not None and not attention_mask.all():
+        starts = _left_padding(attention_mask)
+        is_rule = starts is not None
+    if not is_rule:
+        mask: torch.Tensor = computed()
+        return mask
+    if (
+        starts is None
+        and allow_is_causal_skip
+        and q_length in (1, kv_length)
+        and (local_size is None or kv_length < local_size)
+    ):
         return None
     largest_start = 0 if starts is None else int(starts.max())
     rule = MaskRule(local_size, starts, largest_start, kv_offset, kv_length)
     shape = batch_size, 1, q_length, kv_length
-    return Deferred(shape, torch.bool, torch.device(device), rule, computed)
+    return Deferred.of(shape, torch.bool, torch.device(device), rule, computed)
 
 
-def _left_padding(mask: torch.Tensor, length: int) -> torch.Tensor | None:
+def _left_padding(mask: torch.Tensor) -> torch.Tensor | None:
     """Return where each row of a mask (B, S) begins, None if zeros stand elsewhere than before the ones."""
-    if mask.shape[1] != length:
-        return None
+    length = mask.shape[1]
     num_real = mask.sum(dim=1)
     starts = mask.to(torch.uint8).argmax(dim=1).masked_fill(num_real == 0, length)
     return starts if torch.equal(num_real, length - starts) else None

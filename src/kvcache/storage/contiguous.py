@@ -93,7 +93,8 @@ class KVCache(LayerCache):
 
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all keys (B, Hkv, seq_len, width) and values, as they are stored: views of the buffers."""
-        return self.k_cache[:, :, : self._seq_len], self.v_cache[:, :, : self._seq_len]
+        store, length = self._store, self._seq_len
+        return store.k.narrow(2, 0, length), store.v.narrow(2, 0, length)
 
     def resized(self, max_seq_len: int) -> Self:
         """Return an independent cache with the same content and room for `max_seq_len` tokens, at least `seq_len`."""

@@ -13,7 +13,7 @@ from kvcache.errors import InvalidValueError
 
 
 class BlockLedger:
-    """The holders of blocks 0 .. num_blocks - 1 of one kind of layers; acts but `add` take the same time for any number.
+    """The holders of blocks 0 .. num_blocks - 1 of one kind of layers; acts but `add` take equally long for any.
 
     Blocks are handed out from 0 up, freed ones again before new ones, the last freed first.
 

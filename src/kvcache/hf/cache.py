@@ -208,7 +208,7 @@ def cache_for(
 
     Args:
         model: a transformers model that can generate, with full or sliding attention in every layer.
-        max_tokens: tokens that fit, preallocated at the first use; None: as many as come, by doubling the buffers.
+        max_tokens: tokens that fit, preallocated at the first use; None: as many as come, by growing buffers.
             With a `block_size` blocks are added as tokens come, either way.
         storage: how rows are kept, as in `kvcache.KVCache` ("bfloat16", "int8", "int8/int4" ...); default: as they
             come.

@@ -1,6 +1,6 @@
 """The cache of one decoder layer, as transformers asks for it.
 
-    full_attention       FullLayer      over KVCache              preallocated, or doubling as it fills
+    full_attention       FullLayer      over KVCache              preallocated, or growing as it fills
                                         or PagedCache             with a block size: blocks are added as it fills
     sliding_attention    WindowLayer    over SlidingWindowCache   the same up to the window, then constant
 
@@ -23,6 +23,9 @@ from kvcache.storage.codecs import Storage
 
 if TYPE_CHECKING:
     from kvcache.hf.masks import MaskRule
+
+
+SPARE_TOKENS = 64  # at least; without a limit a buffer is made an eighth longer than it needs to be
 
 
 class StoredRows(NamedTuple):
@@ -272,7 +275,7 @@ class FullLayer(StoredLayer):  # type: ignore[no-untyped-call]
     def _with_room(self, rows: LayerCache, length: int) -> LayerCache:
         if not isinstance(rows, KVCache) or length <= rows.max_seq_len:
             return rows
-        return rows.resized(max(length, 2 * rows.max_seq_len))
+        return rows.resized(length + max(SPARE_TOKENS, length // 8))
 
     def _visible_past(self) -> int:
         return self.get_seq_length()

@@ -14,9 +14,9 @@ meets all of them; while one works the others wait. It prints, and writes to ben
     memory        the most that the process had beyond the model, loaded and used once
     cache         bytes of the cache's buffers at the end, free rows included
 
-Three settings leave the prompt out, which takes minutes, the same in each system's linear layers. Their caches are filled
-with random numbers instead, memory is that of decoding alone, and tokens are not compared. A batch of 4 behind 6,000 tokens is left out altogether: with transformers' caches a
-step of it takes seconds.
+Three settings leave the prompt out, which takes minutes, the same in each system's linear layers. Their caches are
+filled with random numbers instead, memory is that of decoding alone, and tokens are not compared. A batch of 4 behind
+6,000 tokens is left out altogether: with transformers' caches a step of it takes seconds.
 
 Tokens are compared with DynamicCache's: the same up to where two tokens are nearly as likely and roundings decide.
 """

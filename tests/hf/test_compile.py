@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = (3, 1, 1, 2)
 
 
+@pytest.mark.filterwarnings("ignore:attention under this mask is PyTorch's:UserWarning")
 @pytest.mark.parametrize("fused", [False, True], ids=["model's own", "kvcache"])
 def test_a_compiled_model_decodes_as_before(fused):
     model, ids = llama(), ids_of(7)

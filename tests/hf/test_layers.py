@@ -185,7 +185,7 @@ def test_a_growing_cache_has_no_limit_and_an_eighth_to_spare(hybrid):
     for _ in range(20):
         fill(cache, 1)
         sizes.append([layer.rows.k_cache.shape[2] for layer in cache.layers])
-    assert [size[2] for size in sizes] == [65] * 20
+    assert [size[2] for size in sizes] == [1] + [66] * 19
     assert [size[0] for size in sizes] == [1, 2, 4, 4] + [WINDOW] * 16
     fill(cache, 100)
     assert cache.layers[2].rows.k_cache.shape[2] == 120 + 64
@@ -210,9 +210,9 @@ def test_c12_bytes_copied_and_allocated_over_512_steps(max_tokens):
         assert set(per_step) == {(0, row)}
     else:
         grown = [step for step in per_step if step != (0, row)]
-        assert len(grown) == 7  # 72 -> 137 -> 202 -> ... -> 527
-        assert count.copied - 512 * row < 4 * 520 * row  # with an eighth to spare never more than 9 times
-        assert count.allocated < 5 * 520 * row
+        assert len(grown) == 8  # 8 -> 73 -> 138 -> ... -> 528
+        assert count.copied - 512 * row < 5 * 520 * row  # with an eighth to spare never more than 9 times
+        assert count.allocated < 6 * 520 * row
         assert cache.nbytes < 2 * 520 * row
 
 

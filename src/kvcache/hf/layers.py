@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvcache.hf.masks import MaskRule
 
 
-SPARE_TOKENS = 64  # at least; without a limit a buffer is made an eighth longer than it needs to be
+SPARE_TOKENS = 64  # at least; without a limit a buffer that grows is made an eighth longer than it needs to be
 
 
 class StoredRows(NamedTuple):
@@ -275,7 +275,8 @@ class FullLayer(StoredLayer):  # type: ignore[no-untyped-call]
     def _with_room(self, rows: LayerCache, length: int) -> LayerCache:
         if not isinstance(rows, KVCache) or length <= rows.max_seq_len:
             return rows
-        return rows.resized(length + max(SPARE_TOKENS, length // 8))
+        is_first = rows.max_seq_len == 0  # an encoder's rows come once and never grow
+        return rows.resized(length if is_first else length + max(SPARE_TOKENS, length // 8))
 
     def _visible_past(self) -> int:
         return self.get_seq_length()

@@ -63,6 +63,7 @@ class Time(NamedTuple):
 
 
 def time_of(call: Callable[[], object], times: int) -> Time:
+    """Return the time of a call."""
     durations = []
     for _ in range(times):
         start = time.perf_counter()

@@ -61,6 +61,20 @@ def test_chunks_of_every_size_equal_one_run(kind, chunks):  # cases B3, C5, E2, 
 
 
 @every_kind
+def test_what_an_update_returned_can_be_asked_for_later(kind):
+    k, v = kind.tokens(13)
+    updated, appended = kind(), kind()
+    for new in (slice(0, 9), slice(9, 10), slice(10, 13)):
+        seen = updated.update(k[:, :, new], v[:, :, new])
+        appended.append(k[:, :, new], v[:, :, new])
+        for rows, expected in zip(appended.visible_rows(new.stop - new.start), seen, strict=True):
+            assert torch.equal(rows, expected)
+    for wrong in (-1, 14):
+        with pytest.raises(InvalidValueError, match=f"num_queries is {wrong}; expected"):
+            appended.visible_rows(wrong)
+
+
+@every_kind
 def test_chunks_store_the_bits_that_one_run_stores(kind):
     sizes = {"head_dim": 40, "v_head_dim": 33}  # groups of 32 and 8 channels, and of 32 and 1
     k, v = random_tokens(23, **sizes)

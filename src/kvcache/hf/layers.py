@@ -55,7 +55,8 @@ class StoredRows(NamedTuple):
         """
         if not self.is_current:
             raise InvalidValueError("the cache has changed since it returned these keys and values; read them before")
-        return self.layer.visible_rows(self.num_queries)[self.part]
+        assert self.layer.rows is not None
+        return self.layer.rows.visible_rows(self.num_queries)[self.part]
 
 
 class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -86,10 +87,6 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @abstractmethod
     def _visible_past(self) -> int:
         """Return how many stored tokens the next token sees."""
-
-    @abstractmethod
-    def visible_rows(self, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys (B, Hkv, S, D) and values that the last `num_queries` tokens' queries may see, decoded."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the sizes and device of keys (B, Hkv, T, D) and values (B, Hkv, T, Dv), and the wider dtype.
@@ -262,11 +259,6 @@ class FullLayer(StoredLayer):  # type: ignore[no-untyped-call]
         super().__init__(max_tokens, storage)
         self.block_size = block_size
 
-    def visible_rows(self, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all stored keys (B, Hkv, S, D) and values, decoded."""
-        assert self.rows is not None
-        return self.rows.decoded_rows()
-
     def _build(self, **options: Any) -> LayerCache:
         if self.block_size is not None:
             return PagedCache(block_size=self.block_size, max_seq_len=self.max_tokens, **options)
@@ -318,11 +310,6 @@ class WindowLayer(StoredLayer):  # type: ignore[no-untyped-call]
         self._recorded_from = self.get_seq_length()
         if isinstance(self.rows, SlidingWindowCache) and self.rows.slack > self.sliding_window:
             self.rows = self.rows.resized(slack=0)
-
-    def visible_rows(self, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys (B, Hkv, S, D) and values that the last tokens' queries may see, decoded."""
-        assert isinstance(self.rows, SlidingWindowCache)
-        return self.rows.visible_rows(num_queries)
 
     def _build(self, **options: Any) -> LayerCache:
         return SlidingWindowCache(window=min(self.sliding_window, self.max_tokens or 1), **options)

@@ -175,6 +175,17 @@ class LayerCache(ABC):
         """Return the stored keys (B, Hkv, stored_len, D) and values, in order of position, in `dtype`."""
         return self._store.decode(*self.stored_rows(), self._dtype)
 
+    def visible_rows(self, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys (B, Hkv, S, D) and values that the last `num_queries` tokens' queries may see.
+
+        They are in order of position and in `dtype`: what `update` of these tokens returned, asked for later.
+
+        Raises:
+            InvalidValueError: `num_queries` is negative or larger than `seq_len`.
+        """
+        check_up_to_seq_len("num_queries", num_queries, self._seq_len)
+        return self.decoded_rows()  # without a window: all
+
     def can_rollback(self, n: int) -> bool:
         """Whether the last `n` tokens can be dropped: without a window whenever there are that many."""
         return check_int("n", n, minimum=0) <= self._seq_len

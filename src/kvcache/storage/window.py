@@ -125,28 +125,18 @@ class SlidingWindowCache(LayerCache):
             `window - 1` tokens before the new ones, and the new ones. With S of them, query t of the step sees the
             slots that `attend(..., window=window, sinks=sinks)` lets it see.
         """
-        first_visible = self._first_visible(self._seq_len)
         self.append(k_new, v_new)
-        k, v = self._ordered(first_visible)
-        if self._step is not None:  # `attend` reads those too, so the caller gets copies
-            k, v = k.clone(), v.clone()
-        return self._store.decode(k, v, self._dtype)
+        return self.visible_rows(k_new.shape[2])
 
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the stored keys (B, Hkv, stored_len, width) and values, in order of position."""
         return self._ordered(self._first)
 
     def visible_rows(self, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of the keys (B, Hkv, S, D) and values that the last `num_queries` tokens' queries may see.
-
-        They are in order of position and in `dtype`: what `update` of these tokens returns, asked for later.
-
-        Raises:
-            InvalidValueError: some of them are no longer stored.
-        """
+        """As `LayerCache.visible_rows`, copies; `InvalidValueError` too if some of the rows are no longer stored."""
         num_queries = check_up_to_seq_len("num_queries", num_queries, self._seq_len)
         k, v = self._ordered(self._first_stored_for(num_queries))
-        if self._step is not None:
+        if self._step is not None:  # `attend` reads those too, so the caller gets copies
             k, v = k.clone(), v.clone()
         return self._store.decode(k, v, self._dtype)
 

@@ -20,6 +20,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = kind()
         self.k, self.v = kind.tokens(0)
         self.seed = 0
+        self.forks = []  # (cache, keys, values) of those that wait
 
     def tokens(self, count):
         self.seed += 1
@@ -78,6 +79,32 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = COPIES[way](old)
         if old.seq_len + 2 <= (self.kind.capacity or 1000):
             old.update(*self.tokens(2))
+
+    @precondition(lambda self: len(self.forks) < 3)
+    @rule()
+    def fork(self):
+        self.forks.append((self.cache.fork(), self.k, self.v))
+
+    @precondition(lambda self: self.forks)
+    @rule(data=st.data())
+    def continue_with_a_fork(self, data):
+        index = data.draw(st.integers(0, len(self.forks) - 1))
+        waiting = self.cache, self.k, self.v
+        self.cache, self.k, self.v = self.forks[index]
+        self.forks[index] = waiting
+
+    @precondition(lambda self: self.forks)
+    @rule()
+    def let_a_fork_go(self):
+        self.forks.pop()
+
+    @invariant()
+    def forks_are_as_they_were(self):
+        for cache, k, _ in self.forks:
+            assert cache.seq_len == k.shape[2]
+            kept = cache.decoded_rows()[0]
+            newest = kept.shape[2] - min(self.kind.sinks, kept.shape[2])
+            assert torch.equal(kept[:, :, kept.shape[2] - newest :], k[:, :, k.shape[2] - newest :])
 
     @invariant()
     def lengths_agree(self):

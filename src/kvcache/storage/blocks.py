@@ -108,13 +108,20 @@ class BlockStore:
         """Return new blocks of the same form."""
         return type(self)(self.layer, num_blocks, self.block_size, self.storage, self.device)
 
-    def copied(self, num_blocks: int) -> Self:
-        """Return `num_blocks` new blocks, at least as many as these, of which the first hold what these hold."""
-        other, num_more = self.empty_like(0), num_blocks - self.num_blocks
+    def picked(self, blocks: Sequence[int]) -> Self:
+        """Return copies of these blocks, in this order."""
+        other = self.empty_like(0)
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        with torch.inference_mode(False):
+            other._keep(self.k.index_select(0, index), self.v.index_select(0, index))
+        return other
+
+    def grow(self, num_blocks: int) -> None:
+        """Let there be `num_blocks`, at least as many as now, in place: the first hold what they held."""
+        num_more = num_blocks - self.num_blocks
         with torch.inference_mode(False):
             k, v = (torch.cat([rows, rows.new_zeros(num_more, *rows.shape[1:])]) for rows in (self.k, self.v))
-        other._keep(k, v)
-        return other
+        self._keep(k, v)
 
     def to(self, device: torch.device) -> None:
         """Move all blocks, in place."""

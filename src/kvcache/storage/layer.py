@@ -387,6 +387,10 @@ class LayerCache(ABC):
         """Return an independent cache with the same content."""
         return self._copied_with()
 
+    def fork(self) -> Self:
+        """Return an independent cache with the same content: a copy, where rows are not in blocks to be shared."""
+        return self.copy()
+
     @property
     def state(self) -> dict[str, torch.Tensor]:
         """The stored rows, in order of position, as they are kept: contiguous copies `"k"` and `"v"`."""

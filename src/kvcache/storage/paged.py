@@ -6,21 +6,22 @@
     position  8 .. 10     2        3    each its own
 
 Beams are the case for it: repeating or reordering rows copies block tables, not keys and values. A row that must write
-into a block which others hold takes a copy of that one first, the open block included.
+into a block which others hold takes a copy of that one first, the open block included. Forks are the other case: caches
+of their own whose tables name the same blocks.
 """
 
-import copy
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
 
 import torch
 
 from kvcache.attention.gather import join_blocks
-from kvcache.checks import check_int
+from kvcache.checks import check_device, check_int
 from kvcache.errors import InvalidValueError
 from kvcache.storage.codecs import StorageLike
+from kvcache.storage.family import CacheFamily
 from kvcache.storage.layer import LayerCache, VisibleRows
 from kvcache.storage.ledger import BlockLedger
 from kvcache.storage.reservation import Request, Reservation, num_blocks_needed
@@ -32,7 +33,7 @@ class PagedCache(LayerCache):
 
     Blocks are added as tokens come, a quarter more at a time than there are, so that nothing need be known about
     lengths beforehand. `repeat`, `select` and `reorder` move no row: four beams over a prompt hold it once, and each
-    the blocks that it wrote since. Blocks that nobody holds any more are used again.
+    the blocks that it wrote since. `fork` moves no row either. Blocks that nobody holds any more are used again.
 
     Args:
         batch_size: rows of the batch, B >= 1.
@@ -82,6 +83,9 @@ class PagedCache(LayerCache):
         self.max_seq_len = None if max_seq_len is None else check_int("max_seq_len", max_seq_len, minimum=0)
         super().__init__(batch_size, num_heads, head_dim, block_size, dtype, device, v_head_dim, storage, num_blocks=0)
         self._ledger = BlockLedger(num_blocks=0)
+        self._family: CacheFamily | None = None  # None: this is the only cache over its blocks
+        self._leave: Callable[[], object] | None = None
+        self._tables: list[BlockTable] = []
         self._use([BlockTable(self._ledger, block_size, window=None, sinks=0) for _ in range(batch_size)])
 
     @property
@@ -96,24 +100,25 @@ class PagedCache(LayerCache):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that there are, used and free."""
+        """Blocks that there are, used and free, those of its forks included."""
         return self._store.num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that no row of the batch holds."""
+        """Blocks that no row of the batch holds, here or in a fork."""
+        self._settle()
         return self._ledger.num_free
 
     @property
     def stored_nbytes(self) -> int:
         """Bytes of the rows that hold tokens, those of a block counted once, however many rows of the batch hold it.
 
-        What the batch shares makes it less than `stored_len * token_nbytes`.
+        What the batch shares makes it less than `stored_len * token_nbytes`. What a fork holds too counts for each.
         """
         if self._seq_len == 0:
             return 0
         num_open = len({table.blocks[-1] for table in self._tables})
-        num_used = self.num_blocks - self.num_free
+        num_used = len(self._held)
         free_rows = -self._seq_len % self.block_size  # of each of the last blocks
         return (num_used * self.block_size - num_open * free_rows) * self._store.layer.token_nbytes(self._store.storage)
 
@@ -128,11 +133,12 @@ class PagedCache(LayerCache):
         return self._tables[row].blocks.tolist()
 
     def num_holders(self, block: int) -> int:
-        """Return how many rows of the batch hold a block.
+        """Return how many rows of the batch hold a block, here and in forks.
 
         Raises:
             InvalidValueError, InvalidTypeError: there is no such block.
         """
+        self._settle()
         return self._ledger.num_holders(self._ledger.check_block(block))
 
     def append(self, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
@@ -175,14 +181,69 @@ class PagedCache(LayerCache):
         return self._joined(self._store.k), self._joined(self._store.v)
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the blocks to `device`, in place, and return the cache itself (as `torch.nn.Module.to` does)."""
+        """Move the blocks to `device`, in place, and return the cache itself (as `torch.nn.Module.to` does).
+
+        Forks stay where they are: the cache takes copies of the blocks that it holds first.
+        """
+        self._settle()
+        if self._family is not None and len(self._family) > 1 and check_device("device", device) != self.device:
+            assert self._leave is not None
+            own = self.copy()
+            self._leave()
+            self._store, self._ledger, self._tables = own._store, own._ledger, own._tables
+            self._family = self._leave = None
         super().to(device)
         self._use(self._tables)
         return self
 
+    def fork(self) -> Self:
+        """Return an independent cache with the same content, whose rows of the batch share all blocks with this one's.
+
+        No row is copied until one of the two writes a block that the other holds too. A fork that is let go gives its
+        blocks back. A cache and its forks are one thing for threads: use them from one at a time.
+
+        >>> cache = PagedCache(batch_size=1, num_heads=2, head_dim=4, block_size=4)
+        >>> cache.append(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4))
+        >>> other = cache.fork()
+        >>> other.append(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4))
+        >>> cache.blocks(0), other.blocks(0), cache.seq_len
+        ([0, 1], [0, 2], 6)
+        """
+        other = self._empty()
+        other._store, other._ledger, other._seq_len = self._store, self._ledger, self._seq_len
+        other._use([table.fork() for table in self._tables])
+        self._writable = 0
+        if self._family is None:
+            self._family = CacheFamily()
+            self._leave = self._family.join(self, self._tables)
+        other._family = self._family
+        other._leave = self._family.join(other, other._tables)
+        return other
+
     def copy(self) -> Self:
-        """Return an independent cache with the same content, which shares blocks among its rows as this one does."""
-        other = type(self)(
+        """Return an independent cache with the same content, which shares blocks among its rows as this one does.
+
+        It shares none with this one, and has no free ones.
+        """
+        held = self._held
+        other = self._empty()
+        other._store = self._store.picked(held)
+        other._ledger.add(len(held))
+        numbers: dict[int, int] = {}  # of the blocks there, by those here
+        for table, theirs in zip(self._tables, other._tables, strict=True):
+            for block in table.blocks:
+                if block in numbers:
+                    other._ledger.retain(numbers[block], theirs)
+                else:
+                    numbers[block] = other._ledger.allocate(theirs)
+                theirs.blocks.append(numbers[block])
+        other._seq_len = self._seq_len
+        other._use(other._tables)
+        return other
+
+    def _empty(self) -> Self:
+        """Return a cache of the same form without any block."""
+        return type(self)(
             self.batch_size,
             self.num_heads,
             self.head_dim,
@@ -193,19 +254,16 @@ class PagedCache(LayerCache):
             storage=self._store.storage,
             max_seq_len=self.max_seq_len,
         )
-        other._store = self._store.copied(self.num_blocks)
-        other._ledger, tables = copy.deepcopy((self._ledger, self._tables))
-        other._seq_len = self._seq_len
-        other._use(tables)
-        return other
 
     def check(self) -> None:
-        """Check that every block is either free or held by those rows of the batch that name it.
+        """Check that every block is either free or held by those rows of the batch, here and in forks, that name it.
 
         Raises:
             AssertionError: it is not, which is a fault of this package.
         """
-        self._ledger.check((table, table.blocks) for table in self._tables)
+        self._settle()
+        tables = self._tables if self._family is None else self._family.tables
+        self._ledger.check((table, table.blocks) for table in tables)
         for table in self._tables:
             table.check(self._seq_len)
         assert self._ledger.num_blocks == self.num_blocks, f"{self._ledger.num_blocks} and {self.num_blocks} blocks"
@@ -247,10 +305,20 @@ class PagedCache(LayerCache):
 
     def _use(self, tables: list[BlockTable]) -> None:
         """Let these be the batch's tables."""
-        self._tables = tables
+        self._tables[:] = tables  # the same list for life, which the family has too
         self._read = _TableTensors(tables, self.device)
         # Up to this length tokens may be appended to blocks that each row of the batch holds alone; 0: not known.
         self._writable = 0
+
+    @property
+    def _held(self) -> list[int]:
+        """The blocks that the rows of this batch hold, each once, in the order in which the tables name them."""
+        return list(dict.fromkeys(block for table in self._tables for block in table.blocks))
+
+    def _settle(self) -> None:
+        """Release what forks that are gone have left."""
+        if self._family is not None:
+            self._family.settle()
 
     def _joined(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return copies of the rows of all sequences out of blocks (num_blocks, Hkv, block_size, width)."""
@@ -270,6 +338,7 @@ class PagedCache(LayerCache):
     @contextmanager
     def _reserved(self, length: int) -> Iterator[None]:
         """Give each sequence blocks of its own for the tokens up to `length`, for good if they are written."""
+        self._settle()
         requests: list[Request] = [(table, self._seq_len, length - self._seq_len) for table in self._tables]
         self._add_blocks(num_blocks_needed(requests) - self.num_free)
         first = self._seq_len // self.block_size  # the place of the first block that may change
@@ -293,8 +362,9 @@ class PagedCache(LayerCache):
             return
         num_blocks = self.num_blocks + max(missing, self.num_blocks // 4)
         if self.max_seq_len is not None:
-            num_blocks = min(num_blocks, self.batch_size * -(-self.max_seq_len // self.block_size))
-        self._store = self._store.copied(num_blocks)
+            limit = self.batch_size * -(-self.max_seq_len // self.block_size)
+            num_blocks = max(self.num_blocks + missing, min(num_blocks, limit))  # forks may need more
+        self._store.grow(num_blocks)
         self._ledger.add(num_blocks - self._ledger.num_blocks)
 
 

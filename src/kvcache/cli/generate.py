@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvcache.checks import check_dtype, dtype_name
-from kvcache.cli.detokenize import Detokenizer
 from kvcache.cli.prompt import encode, fitting_new_tokens, read_prompt
 from kvcache.errors import InvalidValueError
 from kvcache.storage.codecs import check_storage
+
+if TYPE_CHECKING:
+    from kvcache.hf.detokenize import Detokenizer
 
 EPILOG = """
 Examples:
@@ -128,6 +130,7 @@ def generate(
     with messages.status("Starting") as status:
         from kvcache import hf  # first, as it says what to install where transformers is missing
         from kvcache.cli import report, run
+        from kvcache.hf.detokenize import Detokenizer
 
         loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
         prompt_ids = encode(loaded.tokenizer, text, raw)
@@ -169,7 +172,7 @@ def generate(
 class _Printer:
     """Prints text as it comes, and keeps it."""
 
-    def __init__(self, detokenizer: Detokenizer, silent: bool) -> None:
+    def __init__(self, detokenizer: "Detokenizer", silent: bool) -> None:
         self.text = ""
         self._detokenizer = detokenizer
         self._silent = silent

@@ -38,15 +38,9 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 def encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
     """Return the prompt's token ids, wrapped in the chat template where the model has one and `raw` is False."""
-    if raw or not tokenizer.chat_template:
-        ids = tokenizer(text, verbose=False)["input_ids"]
-    else:
-        chat = [{"role": "user", "content": text}]
-        templated = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(templated, add_special_tokens=False, verbose=False)["input_ids"]
-    if not ids:
-        raise InvalidValueError("the prompt has no tokens; expected some text")
-    return list(ids)
+    from kvcache.hf.prompt import prompt_ids  # not before it is known that transformers is there
+
+    return prompt_ids(tokenizer, text if raw or not tokenizer.chat_template else [{"role": "user", "content": text}])
 
 
 def fitting_new_tokens(model: Any, prompt_tokens: int) -> int:

@@ -14,12 +14,17 @@ else:
 from kvcache.hf.attention import FusedAttention, use_attention
 from kvcache.hf.cache import EncoderDecoderModelCache, ModelCache, cache_for
 from kvcache.hf.models import LoadedModel, load_model
+from kvcache.hf.session import Completion, Session
+from kvcache.hf.turn import Usage
 
 __all__ = [
+    "Completion",
     "EncoderDecoderModelCache",
     "FusedAttention",
     "LoadedModel",
     "ModelCache",
+    "Session",
+    "Usage",
     "cache_for",
     "load_model",
     "use_attention",

@@ -5,8 +5,13 @@ them. Where those arrive in attention as they are, nothing stands between the st
 read; a layer that does something with them gets them decoded instead, from then on at once.
 """
 
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
@@ -18,11 +23,15 @@ from kvcache.hf.deferred import content_of, source_of
 from kvcache.hf.guard import check_model
 from kvcache.hf.layers import StoredRows
 from kvcache.hf.masks import MaskRule, mask_of_rule
+from kvcache.hf.versions import CACHE_ARGUMENT
 from kvcache.storage.model_config import decoder_config
+
+if TYPE_CHECKING:
+    from kvcache.hf.cache import ModelCache
 
 NAME = "kvcache"
 # What attention functions are handed that does not change what is computed.
-HARMLESS = {"cache_position", "logits_to_keep", "output_attentions", "position_ids", "use_cache"}
+HARMLESS = {"cache_position", "logits_to_keep", "output_attentions", "position_ids", "tokenizer", "use_cache"}
 
 
 class FusedAttention:
@@ -78,9 +87,41 @@ def use_attention(model: PreTrainedModel) -> FusedAttention:
     return FusedAttention(model)
 
 
+_borrowed: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, FusedAttention]]" = weakref.WeakKeyDictionary()
+_borrowing = threading.Lock()
+
+
+@contextmanager
+def borrowed_attention(model: PreTrainedModel) -> Iterator[None]:
+    """`use_attention` for the time of a block; of blocks that overlap, in any order, the last to end takes it back."""
+    with _borrowing:
+        number, fused = _borrowed.get(model) or (0, use_attention(model))
+        _borrowed[model] = number + 1, fused
+    try:
+        yield
+    finally:
+        with _borrowing:
+            number, fused = _borrowed.pop(model)
+            if number > 1:
+                _borrowed[model] = number - 1, fused
+            else:
+                fused.undo()
+
+
 def attention_is_exchangeable(model: PreTrainedModel) -> bool:
     """Whether the model looks up its attention by name."""
     return bool(model._can_set_attn_implementation())
+
+
+def attention_reads_store(model: PreTrainedModel, cache: "ModelCache") -> bool:
+    """Run one token with an empty cache, to see whether the model's attention can read the store in every layer."""
+    if not attention_is_exchangeable(model):
+        return False
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with borrowed_attention(model), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a layer that touches its keys warns
+        model(token, use_cache=True, **{CACHE_ARGUMENT: cache})
+    return not any(layer.is_touched for layer in cache.layers)
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:

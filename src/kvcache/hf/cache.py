@@ -111,6 +111,18 @@ class ModelCache(Cache):
         """Note the ids (B, T) of the tokens that come next; None where they are unknown."""
         self._tokens.append(input_ids, after=self.get_seq_length())
 
+    def fork(self) -> Self:
+        """Return an independent cache with the same content, for another continuation of the text.
+
+        With a `block_size`, full layers share their blocks with it until one of the two writes them; the rows of
+        other layers are copied.
+        """
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.layers = [layer.fork() for layer in self.layers]
+        other._tokens = self._tokens.fork()
+        return other
+
     def reset(self) -> None:
         """Forget everything; the next text may have another batch size."""
         self._began_at = None

@@ -7,9 +7,10 @@
 A layer object only translates; which rows stay, and where, is decided in `kvcache.storage`.
 """
 
+import copy
 import warnings
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 import torch
 from torch.compiler import is_compiling
@@ -196,6 +197,12 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.num_changes += 1
         if self.rows is not None:
             self.rows.select(indices.to(self.rows.device))
+
+    def fork(self) -> Self:
+        """Return an independent layer with the same content, which shares blocks where rows are in blocks."""
+        other = copy.copy(self)
+        other.rows = None if self.rows is None else self.rows.fork()
+        return other
 
     def can_crop(self, tokens_to_remove: int) -> bool:
         """Whether the rows that the shorter sequence needs are still stored; see `crop`."""

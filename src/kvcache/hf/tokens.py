@@ -13,6 +13,12 @@ class TokenRecord:
         self._chunks: list[torch.Tensor] = []  # each (B, T)
         self._length = 0
 
+    def fork(self) -> "TokenRecord":
+        """Return a record of the same ids, which goes on by itself."""
+        other = TokenRecord()
+        other._chunks, other._length = self._chunks[:], self._length
+        return other
+
     def append(self, ids: torch.Tensor | None, after: int) -> None:
         """Note that `ids` (B, T) follow the first `after` tokens; with None, or a gap before them, nothing is known."""
         if after < self._length:

@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.cli.detokenize import Detokenizer
+from kvcache.hf.detokenize import Detokenizer
+from tests.hf.model_files import word_tokenizer
 
 
 def pieces_of(tokenizer, ids, size=1):
@@ -39,3 +40,10 @@ def test_special_tokens_are_left_out(smollm2):
     ids = [*smollm2.tokenizer("done")["input_ids"], end]
     pieces, rest = pieces_of(smollm2.tokenizer, ids)
     assert "".join(pieces) + rest == "done"
+
+
+def test_a_special_token_in_the_middle_changes_nothing_around_it():
+    tokenizer = word_tokenizer()
+    ids = [3, 2, 2, 4, 2, 5]
+    pieces, rest = pieces_of(tokenizer, ids)
+    assert "".join(pieces) + rest == tokenizer.decode(ids, skip_special_tokens=True) == "the cat sat"

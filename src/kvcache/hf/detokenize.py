@@ -27,7 +27,9 @@ class Detokenizer:
         text = self._pending()
         if text.endswith(_UNFINISHED):
             return ""
-        self._context, self._emitted = self._emitted, len(self._ids)
+        if text:  # special tokens leave none, and the next token's text depends on what came before them
+            self._context = self._emitted
+        self._emitted = len(self._ids)
         return text
 
     def finish(self) -> str:

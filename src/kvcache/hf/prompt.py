@@ -1,0 +1,52 @@
+"""A prompt as people give it, as token ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.storage.tokens import check_token_ids
+
+Prompt = str | Sequence[int] | torch.Tensor | Sequence[Mapping[str, Any]]
+
+
+def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Return the token ids, at least one.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompt: text, which is taken as it is; token ids, as a list or an integer tensor (T,); or a chat, a list of
+            messages with a "role" and a "content", which goes through the tokenizer's chat template.
+
+    Raises:
+        InvalidTypeError: it is none of these.
+        InvalidValueError: it has no tokens, or it is a chat and the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt, verbose=False)["input_ids"]
+    elif isinstance(prompt, Sequence) and any(isinstance(message, Mapping) for message in prompt):
+        ids = tokenizer(_chat_text(tokenizer, prompt), add_special_tokens=False, verbose=False)["input_ids"]
+    elif isinstance(prompt, (Sequence, torch.Tensor)) or hasattr(prompt, "tolist"):
+        return check_token_ids("prompt", prompt).tolist()
+    else:
+        raise InvalidTypeError(
+            f"prompt is a {type(prompt).__name__}; expected text, token ids, or messages such as "
+            '{"role": "user", "content": "..."}'
+        )
+    if not ids:
+        raise InvalidValueError("the prompt has no tokens; expected some text")
+    return list(ids)
+
+
+def _chat_text(tokenizer: Any, messages: Sequence[Any]) -> str:
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidTypeError(f"prompt[{index}] is a {type(message).__name__}; expected a message, as the others")
+        if not {"role", "content"} <= message.keys():
+            raise InvalidValueError(f'prompt[{index}] has {sorted(message)}; expected a "role" and a "content"')
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidValueError(
+            "prompt is a chat, and the tokenizer has no chat_template; give text or token ids, or set a template"
+        )
+    return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))

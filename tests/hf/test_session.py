@@ -171,6 +171,7 @@ def test_c14_a_prefix_continued_by_two_forks_stays_as_it_was(all_models, tokeniz
     turn(session, prefix, 1)
     assert session.tokens == prefix
     forks = session.fork(), session.fork()
+    assert forks[0].usage is None
     texts = [prefix + ids_of(3, seed) for seed in (2, 3)]
     for _ in range(2):
         texts = [turn(fork, text, 4) for fork, text in zip(forks, texts, strict=True)]
@@ -519,6 +520,18 @@ def test_other_storages_work(tokenizer, storage):
     again = session.fork().generate(ids_of(9) + first.token_ids, max_new_tokens=4)
     assert again.usage == Usage(13, 12, 1, 4)
     assert {layer.rows.storage for layer in session._state.layers} == {storage}
+
+
+def test_a_session_in_and_out_of_inference_mode_and_autocast(tokenizer):
+    session = Session(llama(torch.float32), tokenizer, block_size=4)
+    with torch.inference_mode():
+        text = ids_of(9) + session.generate(ids_of(9), max_new_tokens=4).token_ids
+    turn(session, text + ids_of(2, seed=2), 4, cached=12)
+    with torch.inference_mode():
+        turn(session.fork(), text + ids_of(2, seed=3), 4, cached=13)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = session.fork().generate(text, max_new_tokens=6).text
+        assert "".join(session.fork().stream(text, max_new_tokens=6)) == expected
 
 
 def test_repr_says_what_it_holds(all_models, tokenizer):

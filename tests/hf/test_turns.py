@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvcache import InvalidValueError
-from kvcache.hf import cache_for
+from kvcache.hf import cache_for, use_attention
 from tests.hf.runs import MODES, NEW, assert_same_logits, every_family, generate, ids_of, left_padded, logits_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,8 +31,9 @@ def test_c6_a_second_text_after_reset(models, family, max_tokens):
         lambda cache, model: copy.copy(cache),
         lambda cache, model: copy.deepcopy(cache),
         lambda cache, model: pickle.loads(pickle.dumps(cache)).attach(model),
+        lambda cache, model: cache.fork(),
     ],
-    ids=["copy", "deepcopy", "pickle"],
+    ids=["copy", "deepcopy", "pickle", "fork"],
 )
 @pytest.mark.parametrize("max_tokens", [None, 40], ids=["growing", "preallocated"])
 def test_c14_a_stored_prefix_does_not_grow(models, family, duplicate, max_tokens):
@@ -186,3 +187,23 @@ def test_d5_with_embeddings(models, family):
         assert torch.equal(new, generate(model, ids, "no", max_new_tokens=1)[:, 5:])
     with pytest.raises(InvalidValueError, match="the cache holds 5 tokens, but the prompt has 3"):
         generate(model, None, cache, inputs_embeds=embeds[:, :3])
+
+
+@every_family
+def test_forks_of_a_cache_in_blocks_share_them_and_go_on_by_themselves(models, family):
+    model, prefix = models[family], ids_of(9)
+    stored = cache_for(model, block_size=4)
+    with use_attention(model):
+        with torch.no_grad():
+            model(prefix, cache=stored)
+        forks = [stored.fork() for _ in range(3)]
+        shared = [layer for layer in stored.layers if layer.kind == "full"]
+        assert [layer.rows.num_holders(0) for layer in shared] == [4] * len(shared)
+        for seed, fork in enumerate(forks):
+            ids = torch.cat([prefix, ids_of(3, seed=seed)], dim=1)
+            assert torch.equal(generate(model, ids, fork), generate(model, ids, "no"))
+            assert torch.equal(fork.known_tokens()[:, :12], ids)
+        assert torch.equal(stored.known_tokens(), prefix)
+        forks[0].reset()
+        del forks, fork
+    assert [layer.rows.num_holders(0) for layer in shared] == [1] * len(shared)

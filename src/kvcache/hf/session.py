@@ -151,7 +151,7 @@ class Session:
     def fork(self) -> Self:
         """Return another session that goes on from the same cached tokens, without copying them.
 
-        It cannot undo what was before.
+        It cannot undo what was before, and has no usage yet.
 
         Raises:
             InvalidValueError: the session is in use.
@@ -160,6 +160,7 @@ class Session:
             other = object.__new__(type(self))
             other.__dict__.update(self.__dict__)
             other._earlier = deque(maxlen=self._earlier.maxlen)
+            other._usage = None
             other._in_use = threading.Lock()
         return other
 

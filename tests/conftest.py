@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from kvcache import native
@@ -19,6 +20,15 @@ def smollm2() -> Any:
     from kvcache.hf import load_model
 
     return load_model("smollm2")
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """On models this small a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=range(len(INSTRUCTION_SETS)), ids=INSTRUCTION_SETS)

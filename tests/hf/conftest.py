@@ -1,20 +1,10 @@
 import pytest
-import torch
 
 from tests.hf.model_files import word_llama, word_tokenizer
 from tests.hf.older_releases import take_caches_as_cache
 from tests.hf.tiny_models import FAMILIES, WINDOW, gemma3
 
 take_caches_as_cache()
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """On models this small a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import typer
 from typer.exceptions import TyperException
 
 import kvcache
-from kvcache.cli.generate import EPILOG, generate
+from kvcache.cli import generate, verify
 from kvcache.errors import KVCacheError
 
 app = typer.Typer(
@@ -18,7 +18,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.command(epilog=EPILOG)(generate)
+app.command(epilog=generate.EPILOG)(generate.generate)
+app.command(epilog=verify.EPILOG)(verify.verify)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,139 @@
+"""`kvcache verify`: is a cache of a model right, and if not, what is wrong with it?"""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvcache.checks import check_dtype, dtype_name
+from kvcache.errors import InvalidValueError
+from kvcache.storage.codecs import check_storage
+
+if TYPE_CHECKING:
+    from kvcache.verify import Report
+
+EPILOG = """
+Examples:
+
+  kvcache verify --dtype bfloat16
+
+  kvcache verify --storage int8 --attention
+
+  kvcache verify --model ./my-model --cache static
+
+  kvcache verify --model ./my-model --cache my_package.caches:make_cache
+"""
+
+# Three texts of equal length are made of these, as long as the shortest is in the model's tokens.
+PASSAGES = (
+    "A transformer that writes a text reads all of it again for every word, unless it remembers what it has read: "
+    "for each token and layer one key, by which the token is found, and one value, which it then contributes. To "
+    "remember them is cheap; to compute them again costs more with each word that is written.",
+    "The harbour lay quiet that morning, and only the smallest boat had left before the fog came in. Nobody on "
+    "the pier could say whether the old man had taken his compass with him, but everyone agreed that he had "
+    "crossed the bay more often than any of them, and in weather that was worse than this.",
+    "To make the bread, mix five hundred grams of flour with ten grams of salt and three of dry yeast; add the "
+    "water slowly and knead until the dough no longer sticks to your hands. Leave it in a warm place for two "
+    "hours, shape it, let it rise once more, and bake it until the crust is brown.",
+)
+STYLES = {"exact": "green", "rounding": "green", "lossy as configured": "green", "CORRUPT": "bold red", "ERROR": "red"}
+
+
+def verify(
+    model: Annotated[
+        str, typer.Option(help="[bold]smollm2[/bold], a folder in transformers' format, a GGUF file or a hub id.")
+    ] = "smollm2",
+    cache: Annotated[
+        str,
+        typer.Option(
+            help="Whose cache: [bold]kvcache[/bold] (this package's), [bold]dynamic[/bold] or [bold]static[/bold] "
+            "(transformers'), or [bold]package.module:factory[/bold]: factory(model, max_tokens) returns an empty one."
+        ),
+    ] = "kvcache",
+    storage: Annotated[
+        str | None,
+        typer.Option(help="How a kvcache keeps keys and values: bfloat16, int8, int8/int4 ...; default: the --dtype."),
+    ] = None,
+    attention: Annotated[
+        bool, typer.Option("--attention", help="Attend straight from the store, over blocks (use_attention).")
+    ] = False,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="The factory's cache rounds what it keeps on purpose.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Of the weights and what is computed: float32, bfloat16, float16 or float64.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """Hold a model's cache against a run without one, in everything that people do with a cache.
+
+    Each scenario is [green]exact[/green], differs by [green]rounding[/green], is [green]lossy as configured[/green],
+    or is [red]CORRUPT[/red]: then with the token and the layer where it goes wrong, and the likely cause. The status is
+    1 if any scenario is corrupt or ends with an error.
+    """
+    dtype = dtype_name(check_dtype("--dtype", dtype))
+    if storage is not None:
+        check_storage("--storage", storage)
+    if cache != "kvcache" and (storage is not None or attention):
+        option = "--attention" if storage is None else "--storage"
+        raise InvalidValueError(f"{option} belongs to --cache kvcache, but --cache is {cache!r}; leave one of them out")
+    if lossy and ":" not in cache:
+        raise InvalidValueError("--lossy says something of a factory's cache; give --cache package.module:factory too")
+    messages = Console(stderr=True)
+    with messages.status("Starting") as status:
+        from kvcache import hf  # first, as it says what to install where transformers is missing
+        from kvcache.verify import HuggingFaceDecoder
+        from kvcache.verify import verify as run
+        from kvcache.verify.scenarios import SCENARIOS
+
+        loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
+        decoder = HuggingFaceDecoder(loaded.model, cache, storage=storage, attention=attention, is_lossy=lossy)
+        texts = [loaded.tokenizer(passage)["input_ids"] for passage in PASSAGES]
+        length = min(map(len, texts))
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
+        task = progress.add_task("", total=len(SCENARIOS), completed=-1)
+        report = run(
+            decoder,
+            texts=[text[:length] for text in texts],
+            subject=_subject(model, cache, storage, attention),
+            progress=lambda name: progress.update(task, advance=1, description=name),
+        )
+    if as_json:
+        print(report.as_json())
+    else:
+        _print(report)
+    if not report.is_right:
+        raise typer.Exit(1)
+
+
+def _subject(model: str, cache: str, storage: str | None, attention: bool) -> str:
+    name = {"kvcache": "kvcache.hf.cache_for", "dynamic": "DynamicCache", "static": "StaticCache"}.get(cache, cache)
+    options = ([f"storage {storage}"] if storage else []) + (["use_attention"] if attention else [])
+    return f"{model} with {name}" + (f" ({', '.join(options)})" if options else "")
+
+
+def _print(report: "Report") -> None:
+    from kvcache.verify.report import HEADINGS, cells
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if "error" in heading else "left", no_wrap=heading != "")
+    for finding in report.findings:
+        scenario, verdict, *rest = cells(finding)
+        table.add_row(scenario, Text(verdict, style=STYLES.get(verdict, "dim")), *map(Text, rest))
+    console = Console(highlight=False)
+    console.width = max(console.width, 100)
+    console.print(f"{report.subject} in {report.dtype}, against {report.reference}\n")
+    console.print(table)
+    console.print(f"\n[{'bold' if report.is_right else 'bold red'}]{report.summary}.[/]")

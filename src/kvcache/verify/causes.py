@@ -1,0 +1,316 @@
+"""Which fault explains a wrong output: small runs that only that fault can make go as they do.
+
+Most ask what an output depends on: a token is exchanged, and the output may change only where the token is one of those
+that it may see. They run in the reference's dtype, where an output that depends on nothing else stays as it is.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvcache.verify.decoder import Decoder, NotSupportedError
+from kvcache.verify.judge import EXACT, outputs_of, relative_error
+from kvcache.verify.trial import Text, Trial, Uncached
+
+SPARE = 7  # slots more than needed
+LARGEST_ROUNDING = 0.2  # error of a cache that keeps rows in few bits, and does so rightly
+
+
+class Case:
+    """A decoder that gives wrong outputs, and texts to find out why."""
+
+    def __init__(self, decoder: Decoder, texts: list[Text]) -> None:
+        self.decoder, self.texts = decoder, texts
+        self.uncached = Uncached(decoder)  # what it says without a cache
+        self._answers: dict[Callable[[Case], bool], bool] = {}
+
+    def has(self, is_cause: "Callable[[Case], bool]") -> bool:
+        """Whether one of `CAUSES` holds; each is asked once."""
+        if is_cause not in self._answers:
+            try:
+                self._answers[is_cause] = is_cause(self)
+            except Exception:  # a run that cannot be made, or fails, says nothing about this cause
+                self._answers[is_cause] = False
+        return self._answers[is_cause]
+
+    @property
+    def text(self) -> Text:
+        """A text of a few tokens, fewer than any window's where that leaves some."""
+        shortest = min(self.decoder.windows, default=len(self.texts[0]))
+        return self.texts[0][: max(4, min(12, shortest - 1))]
+
+    def trial(self, batch_size: int = 1, *, spare: int = SPARE, padding: Sequence[int] | None = None) -> Trial:
+        """Return a new trial with room to spare."""
+        return Trial(self.decoder, batch_size, capacity=len(self.texts[0]) + spare, padding=padding)
+
+    def other(self, token: int) -> int:
+        """Return another token."""
+        return (token + 1 + self.decoder.vocab_size // 2) % self.decoder.vocab_size
+
+    def differs(self, output: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether two outputs are different beyond rounding; two that are not numbers are not."""
+        if output.isnan().any() and expected.isnan().any():
+            return False
+        return not relative_error(output, expected) <= EXACT[self.decoder.dtype]
+
+    def is_right(self, trial: Trial) -> bool:
+        """Whether all outputs of a trial are those of a run without a cache."""
+        return not any(
+            self.differs(output, self.uncached.output(place.text)) for place, output in outputs_of(trial.steps)
+        )
+
+
+def overwrites_at_capacity(case: Case) -> bool:
+    """A full cache took one more token, and the outputs are wrong only then."""
+    text = case.text
+    full = case.trial(spare=len(text) - 1 - len(case.texts[0]))
+    full.decode(text[:-1])
+    if not case.is_right(full):
+        return False
+    try:
+        full.feed(text[-1:])
+    except Exception:
+        return False
+    return not case.is_right(full)
+
+
+def feeds_the_prompt_twice(case: Case) -> bool:
+    """The outputs are those of a text in which the prompt comes twice."""
+    prompt, token = case.text[:-1], case.text[-1:]
+    trial = case.trial(spare=SPARE + len(prompt))
+    trial.feed(prompt)
+    output = trial.feed(token)[0, -1]
+    doubled, once = case.uncached.output(prompt + prompt + token), case.uncached.output(prompt + token)
+    return case.differs(doubled, once) and not case.differs(output, doubled)
+
+
+def swaps_rows(case: Case) -> bool:
+    """An output depends on another row of the batch."""
+    first, second = (text[: len(case.text)] for text in case.texts[:2])
+
+    def outputs(other_row: Sequence[int], index: Sequence[int]) -> torch.Tensor:
+        trial = case.trial(2)
+        trial.feed(first[:-2], other_row)
+        if index:
+            trial.reorder(index)
+        trial.decode(first[-2:], first[-2:])
+        row = index.index(0) if index else 0
+        return torch.cat([step.outputs[row] for step in trial.steps[1:]])
+
+    for index in ((), (1, 0)):
+        try:
+            changed = outputs([case.other(token) for token in second[:-2]], index)
+            if case.differs(outputs(second[:-2], index), changed):
+                return True
+        except NotSupportedError:
+            continue
+    return False
+
+
+def leaves_the_tail_unmasked(case: Case) -> bool:
+    """The outputs depend on how many slots are unused."""
+
+    def output(spare: int) -> torch.Tensor:
+        trial = case.trial(spare=spare)
+        trial.feed(case.text[:-1])
+        return trial.feed(case.text[-1:])
+
+    return case.differs(output(SPARE), output(2 * SPARE))
+
+
+def keeps_stale_rows(case: Case) -> bool:
+    """The outputs depend on tokens that were dropped."""
+
+    def output(dropped: Sequence[int]) -> torch.Tensor:
+        trial = case.trial()
+        trial.feed(case.text[:-2])
+        trial.decode(dropped)
+        trial.rollback(len(dropped))
+        return trial.feed(case.text[-2:])
+
+    draft = case.text[:2]
+    return case.differs(output(draft), output([case.other(token) for token in draft]))
+
+
+def gives_all_rows_one_position(case: Case) -> bool:
+    """In a padded batch the row without padding is right, and those with padding are wrong, whatever the padding is."""
+    padded = case.texts[1][: len(case.text) - 2]
+
+    def trial(pad_token: int) -> Trial:
+        trial = case.trial(2, padding=(0, 2))
+        trial.pad_token = pad_token
+        trial.feed(case.text[:-1], padded[:-1])
+        trial.feed(case.text[-1:], padded[-1:])
+        return trial
+
+    first, second = trial(0), trial(case.other(0))
+    if _rows_differ(case, first, second):
+        return False
+    wrong_rows = {
+        place.row for place, output in outputs_of(first.steps) if case.differs(output, case.uncached.output(place.text))
+    }
+    return wrong_rows == {1}
+
+
+def shows_padding(case: Case) -> bool:
+    """The outputs depend on what stands where a row is padded."""
+
+    def trial(pad_token: int) -> Trial:
+        trial = case.trial(2, padding=(0, 2))
+        trial.pad_token = pad_token
+        trial.feed(case.text[:-1], case.texts[1][: len(case.text) - 3])
+        trial.feed(case.text[-1:], case.texts[1][len(case.text) - 3 :][:1])
+        return trial
+
+    return _rows_differ(case, trial(0), trial(case.other(0)))
+
+
+def _rows_differ(case: Case, first: Trial, second: Trial) -> bool:
+    pairs = zip(outputs_of(first.steps), outputs_of(second.steps), strict=True)
+    return any(case.differs(output, other) for (_, output), (_, other) in pairs)
+
+
+def misaligns_the_mask(case: Case) -> bool:
+    """Several tokens at once see later ones, or miss earlier ones, and one at a time they do not."""
+    text = case.text
+    past, new = text[: len(text) // 2], text[len(text) // 2 :]
+    singly = case.trial()
+    singly.decode(text)
+    if not case.is_right(singly):
+        return False
+
+    def outputs(changed: int | None) -> torch.Tensor:
+        tokens = [case.other(token) if index == changed else token for index, token in enumerate(text)]
+        trial = case.trial()
+        trial.feed(tokens[: len(past)])
+        return trial.feed(tokens[len(past) :])[0]
+
+    before = outputs(None)
+    if case.differs(before[0], case.uncached.output(text[: len(past) + 1])):
+        return True  # no position within the chunk explains its first token
+    for changed in range(len(text)):
+        after = outputs(changed)
+        for index in range(len(new)):
+            sees = changed <= len(past) + index
+            if case.differs(before[index], after[index]) != sees:
+                return True
+    return False
+
+
+def bounds_the_window_wrongly(case: Case) -> bool:
+    """Texts shorter than the window are right, longer ones are not."""
+    windows = [window for window in case.decoder.windows if window > 3]
+    if not windows:
+        return False
+
+    def is_right(length: int) -> bool:
+        text = (sum(case.texts, ()) * (1 + length // sum(map(len, case.texts))))[:length]
+        trial = Trial(case.decoder, capacity=length + SPARE)
+        trial.feed(text[:-3])
+        trial.decode(text[-3:])
+        return case.is_right(trial)
+
+    return is_right(min(windows) - 2) and not all(is_right(window + 4) for window in windows)
+
+
+def freezes_the_scale(case: Case) -> bool:
+    """What comes first decides how well everything later is kept."""
+    text = case.texts[0][: max(8, len(case.text))]
+
+    def error(first: int) -> float:
+        trial = case.trial()
+        trial.feed(text[:first])
+        trial.decode(text[first:])
+        errors = [relative_error(out, case.uncached.output(place.text)) for place, out in outputs_of(trial.steps)]
+        return max(errors[-3:])
+
+    at_first = error(len(text) - 1)
+    return at_first < LARGEST_ROUNDING and error(1) > 2 * at_first
+
+
+def takes_keys_for_values(case: Case) -> bool:
+    """What a layer got back as values are keys; or values differ by position where all tokens are the same."""
+    exchanged = case.decoder.exchanged_rows(_batch(case))
+    if exchanged:
+        rows = exchanged[0]
+        return _same(rows.returned[1], rows.given[0]) or _same(rows.returned[0], rows.given[1])
+    return _of_one_token(case) == "varies"
+
+
+def crosses_heads(case: Case) -> bool:
+    """What a layer got back belongs to another head; or texts are wrong however they come, which positions explain not.
+
+    Texts of one token are then wrong, though equally at all places, if values are crossed, and right if keys are.
+    """
+    exchanged = case.decoder.exchanged_rows(_batch(case))
+    if exchanged:
+        rows = exchanged[0]
+        return any(
+            not _same(returned, given) and _same(returned.sum(1), given.sum(1))
+            for returned, given in zip(rows.returned, rows.given, strict=True)
+        )
+    of_one_token = _of_one_token(case)
+    return of_one_token == "wrong" or (of_one_token == "right" and _is_always_wrong(case))
+
+
+def _is_always_wrong(case: Case) -> bool:
+    at_once, singly = case.trial(), case.trial()
+    at_once.feed(case.text)
+    singly.decode(case.text)
+    return not case.is_right(at_once) and not case.is_right(singly)
+
+
+def offsets_positions(case: Case) -> bool:
+    """Where all tokens are the same, so that only a position can tell them apart, nothing is wrong."""
+    if case.decoder.exchanged_rows(_batch(case)):
+        return True  # rows come back as they were given, and no other cause has been found
+    return _of_one_token(case) == "right"
+
+
+def _of_one_token(case: Case) -> str:
+    """Return how outputs are where all tokens are the same: "right", "wrong" but equal, "varies", "" if not known."""
+    text = case.text[:1] * len(case.text)
+    expected = [case.uncached.output(text[:length]) for length in range(1, len(text) + 1)]
+    if any(case.differs(output, expected[0]) for output in expected):
+        return ""  # positions are added to the tokens, for instance
+    trial = case.trial()
+    trial.feed(text[:-2])
+    trial.decode(text[-2:])
+    outputs = [output for _, output in outputs_of(trial.steps)]
+    if any(case.differs(output, outputs[0]) for output in outputs):
+        return "right" if case.is_right(trial) else "varies"
+    return "right" if case.is_right(trial) else "wrong"
+
+
+def _batch(case: Case) -> torch.Tensor:
+    return torch.tensor([case.text], device=case.decoder.device)
+
+
+def _same(rows: torch.Tensor, others: torch.Tensor) -> bool:
+    return rows.shape == others.shape and torch.equal(rows, others)
+
+
+# In this order: a fault further down may look like one above it only in part.
+CAUSES: tuple[tuple[str, Callable[[Case], bool], tuple[str, ...]], ...] = (
+    ("overwrite at capacity", overwrites_at_capacity, ("full cache",)),
+    ("prompt fed twice", feeds_the_prompt_twice, ()),
+    ("rows swapped in a batch", swaps_rows, ("batch", "left-padded batch", "reorder")),
+    ("unmasked tail", leaves_the_tail_unmasked, ()),
+    ("stale rows after rollback", keeps_stale_rows, ("rollback and retry", "full cache")),
+    ("one position for all rows", gives_all_rows_one_position, ("left-padded batch",)),
+    ("mask alignment", shows_padding, ("left-padded batch",)),
+    ("mask alignment", misaligns_the_mask, ()),
+    ("window bound", bounds_the_window_wrongly, ()),
+    ("frozen scale", freezes_the_scale, ()),
+    ("K taken for V", takes_keys_for_values, ()),
+    ("crossed heads", crosses_heads, ()),
+    ("position offset", offsets_positions, ()),
+)
+
+
+def likely_cause(case: Case, scenario: str) -> str | None:
+    """Return the name of the fault that explains a scenario's wrong outputs, None where none does."""
+    for name, is_cause, scenarios in CAUSES:
+        if (not scenarios or scenario in scenarios) and case.has(is_cause):
+            return name
+    return None

@@ -1,0 +1,181 @@
+"""What people do with a cache, each as a small run whose every output can be held against a run without one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcache.verify.decoder import Decoder, NotSupportedError
+from kvcache.verify.trial import Step, Text, Trial
+
+DECODED = 8  # tokens that a run decodes one at a time
+CHUNKS = 3, 5, 16
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One of them: it feeds texts to a decoder with a cache, and returns the steps that it took."""
+
+    name: str
+    run: Callable[[Decoder, list[Text]], list[Step]]
+
+
+def prefill_then_decode(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """A prompt at once, then tokens one by one."""
+    text = texts[0]
+    trial = Trial(decoder, capacity=len(text))
+    trial.feed(text[:-DECODED])
+    trial.decode(text[-DECODED:])
+    return trial.steps
+
+
+def chunked_prefill(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """A prompt in chunks of several sizes."""
+    text = texts[0]
+    steps: list[Step] = []
+    for size in CHUNKS:
+        trial = Trial(decoder, capacity=len(text), steps=steps)
+        for start in range(0, len(text) - 1, size):
+            trial.feed(text[start : min(start + size, len(text) - 1)])
+        trial.feed(text[-1:])
+    return steps
+
+
+def one_token_at_a_time(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """A text without any prefill."""
+    text = texts[1][: 3 * DECODED]
+    trial = Trial(decoder, capacity=len(text))
+    trial.decode(text)
+    return trial.steps
+
+
+def left_padded_batch(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """Prompts of different lengths, then some tokens at once, then one by one."""
+    padding = 0, 3, 11
+    prompts = [text[pad:-DECODED] for text, pad in zip(texts, padding, strict=True)]
+    trial = Trial(decoder, len(texts), capacity=len(texts[0]), padding=padding)
+    trial.feed(*prompts)
+    trial.feed(*(text[-DECODED : 3 - DECODED] for text in texts))
+    trial.decode(*(text[3 - DECODED :] for text in texts))
+    return trial.steps
+
+
+def batch(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """Texts of one length, each held against itself alone."""
+    trial = Trial(decoder, len(texts), capacity=len(texts[0]))
+    trial.feed(*(text[:-DECODED] for text in texts))
+    trial.decode(*(text[-DECODED:] for text in texts))
+    return trial.steps
+
+
+def rollback_and_retry(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """A draft, dropped, and other tokens in its place; in a short text where a window lets no longer one go."""
+    try:
+        return _rollback_and_retry(decoder, texts[0], texts[1])
+    except NotSupportedError:
+        longest = min(decoder.windows, default=0) - 1  # tokens of which a window lets none go
+        if longest < 4:
+            raise
+        return _rollback_and_retry(decoder, texts[0][:longest], texts[1])
+
+
+def _rollback_and_retry(decoder: Decoder, text: Text, other: Text) -> list[Step]:
+    drafted = min(4, len(text) // 3)
+    middle = len(text) - drafted
+    trial = Trial(decoder, capacity=len(text))
+    trial.feed(text[: middle - 1])
+    trial.decode(other[:drafted])  # a draft, rejected
+    trial.rollback(drafted)
+    trial.feed(text[middle - 1 : middle + 1])
+    trial.rollback(1)
+    trial.decode(text[middle : middle + drafted])
+    return trial.steps
+
+
+def fork(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """Two continuations of one prompt, in turns."""
+    text, other = texts[:2]
+    middle = len(text) // 2 + 1
+    trial = Trial(decoder, capacity=len(text))
+    trial.feed(text[:middle])
+    branch = trial.fork()
+    for token, other_token in zip(text[middle:][:DECODED], other[:DECODED], strict=False):
+        trial.feed([token])
+        branch.feed([other_token])
+    return trial.steps
+
+
+def window_wrap_around(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """Prompts and chunks that end before, at and behind each window."""
+    if not decoder.windows:
+        raise NotSupportedError("no layer has a window")
+    steps: list[Step] = []
+    for window in decoder.windows:
+        text = _repeated(texts, window + 2 * DECODED)
+        token_wise = Trial(decoder, capacity=len(text), steps=steps)
+        token_wise.feed(text[: max(1, window - 3)])
+        token_wise.decode(text[max(1, window - 3) :])
+        at_once = Trial(decoder, capacity=len(text), steps=steps)
+        at_once.feed(text[: window + 2])
+        at_once.feed(text[window + 2 : window + 5])
+        at_once.decode(text[window + 5 :][:DECODED])
+    return steps
+
+
+def _repeated(texts: list[Text], length: int) -> Text:
+    joined = sum(texts, ())
+    return (joined * (length // len(joined) + 1))[:length]
+
+
+def reorder(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """Rows of the batch exchanged and repeated, as beam search does."""
+    trial = Trial(decoder, 3, capacity=len(texts[0]))
+    middle = len(texts[0]) // 2
+    trial.feed(*(text[:middle] for text in texts))
+    for index in ((2, 0, 0), (1, 1, 2), (0, 2, 1)):
+        trial.reorder(index)
+        length = len(trial.texts[0])
+        trial.decode(*(text[length : length + 2] for text in texts))
+    return trial.steps
+
+
+def full_cache(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """As many tokens as there is room for, then more: refused, changing nothing, or right."""
+    text = texts[0]
+    capacity = len(text) - DECODED
+    trial = Trial(decoder, capacity=capacity)
+    trial.feed(text[: capacity - 2])
+    trial.decode(text[capacity - 2 : capacity])
+    try:
+        trial.decode(text[capacity:])  # must be refused, or right
+    except Exception:
+        try:
+            trial.rollback(1)
+        except NotSupportedError:
+            return trial.steps
+        trial.feed(text[capacity - 1 : capacity])  # what was refused has changed nothing
+    return trial.steps
+
+
+def save_and_restore(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    """A saved cache goes on, and so does the original."""
+    text, other = texts[:2]
+    trial = Trial(decoder, capacity=len(text))
+    trial.feed(text[:-DECODED])
+    restored = trial.saved_and_restored()
+    trial.decode(other[:2])
+    restored.decode(text[-DECODED:])
+    return trial.steps
+
+
+SCENARIOS = (
+    Scenario("prefill, then decode", prefill_then_decode),
+    Scenario("chunked prefill", chunked_prefill),
+    Scenario("one token at a time", one_token_at_a_time),
+    Scenario("left-padded batch", left_padded_batch),
+    Scenario("batch", batch),
+    Scenario("rollback and retry", rollback_and_retry),
+    Scenario("fork", fork),
+    Scenario("window wrap-around", window_wrap_around),
+    Scenario("reorder", reorder),
+    Scenario("full cache", full_cache),
+    Scenario("save and restore", save_and_restore),
+)

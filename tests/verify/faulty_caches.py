@@ -89,3 +89,6 @@ def not_a_cache(model, max_tokens):
 
 
 NOT_A_FUNCTION = 3
+
+
+crossed_heads = factory(CrossedHeads)

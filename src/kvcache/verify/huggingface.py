@@ -5,7 +5,7 @@ import importlib
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,7 +121,9 @@ class HuggingFaceDecoder(Decoder):
             cache.padding = cache.padding[index]
 
     def fork(self, cache: _Held) -> _Held:
-        """Return a deep copy."""
+        """Return a fork where the cache has one, else a deep copy."""
+        if isinstance(cache.cache, ModelCache):
+            return replace(cache, cache=cache.cache.fork())
         return copy.deepcopy(cache)
 
     def restore(self, saved: bytes) -> _Held:

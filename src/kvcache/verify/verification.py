@@ -48,7 +48,7 @@ def verify(
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument is not what is described above, or there is no memory for any
-            reference.
+            reference. And what `decoder.new_cache` raises.
 
     Example::
 
@@ -58,6 +58,7 @@ def verify(
         raise InvalidTypeError(f"decoder is a {type(decoder).__name__}; expected a kvcache.verify.Decoder")
     if progress is not None and not callable(progress):
         raise InvalidTypeError(f"progress is a {type(progress).__name__}; expected a function of one str")
+    decoder.new_cache(1, SHORTEST_TEXT)  # what cannot make one is refused here, and no scenario's fault
     run = _Verification(decoder, _texts(decoder, texts, check_int("seed", seed, minimum=0)))
     findings = []
     for scenario in SCENARIOS:
@@ -73,10 +74,7 @@ def verify(
 
 def _texts(decoder: Decoder, texts: Sequence[Sequence[int]] | None, seed: int) -> list[Text]:
     if texts is None:
-        generator = torch.Generator().manual_seed(seed)
-        first = min(1, decoder.vocab_size - 1)  # 0 is often padding, which transformers warns of
-        ids = torch.randint(first, decoder.vocab_size, (NUM_TEXTS, TEXT_LENGTH), generator=generator)
-        return [tuple(row) for row in ids.tolist()]
+        return _random_texts(decoder, seed)
     checked = [tuple(check_int("texts", token, minimum=0) for token in text) for text in texts]
     if len(checked) != NUM_TEXTS or min(map(len, checked)) < SHORTEST_TEXT:
         lengths = [len(text) for text in checked]
@@ -89,6 +87,13 @@ def _texts(decoder: Decoder, texts: Sequence[Sequence[int]] | None, seed: int) -
     return [text[:length] for text in checked]
 
 
+def _random_texts(decoder: Decoder, seed: int) -> list[Text]:
+    generator = torch.Generator().manual_seed(seed)
+    first = min(1, decoder.vocab_size - 1)  # 0 is often padding, which transformers warns of
+    ids = torch.randint(first, decoder.vocab_size, (NUM_TEXTS, TEXT_LENGTH), generator=generator)
+    return [tuple(row) for row in ids.tolist()]
+
+
 class _Verification:
     """A decoder, the same in the reference's dtype, and what both say without a cache."""
 
@@ -96,8 +101,8 @@ class _Verification:
         self.decoder, self.exact, self.texts = decoder, _reference(decoder), texts
         self.uncached = Uncached(decoder)
         self.reference = Uncached(self.exact, through_codec=False)
-        self.case = Case(self.exact, texts)
-        self.rounded_reference = self.case.uncached
+        self.case = Case(self.exact, _random_texts(decoder, seed=0))
+        self.rounded_reference = Uncached(self.exact)
         token = torch.zeros(1, 1, dtype=torch.int64, device=decoder.device)
         knows_codec = self.exact.forward_through_codec(token) is not None
         self.has_exact_run = knows_codec or not decoder.is_lossy

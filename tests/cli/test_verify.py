@@ -1,0 +1,78 @@
+import json
+
+import pytest
+import torch
+
+from kvcache.hf import LoadedModel
+from tests.cli.test_generate import kvcache
+from tests.hf.model_files import word_tokenizer
+from tests.hf.tiny_models import llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A model of six words in place of the one that would be loaded."""
+    loaded = LoadedModel(llama(torch.float32, vocab_size=6, pad_token_id=2), word_tokenizer())
+    monkeypatch.setattr("kvcache.hf.load_model", lambda *args, **options: loaded)
+
+
+def test_smollm2_is_right(capsys, smollm2):
+    status, out, err = kvcache(capsys, "verify", "--storage", "int8", "--attention")
+    assert status == 0, out
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert lines[0] == (
+        "smollm2 with kvcache.hf.cache_for (storage int8, use_attention) in float32, against float64 without a cache"
+    )
+    assert lines[3].startswith("prefill, then decode  lossy as configured")
+    assert lines[3].endswith("same top token 100.0%")
+    assert lines[-1] == "10 of 10 scenarios are right, 1 not run."
+    assert "Traceback" not in err
+
+
+def test_corruption_ends_with_status_1_and_says_where_and_why(capsys, tiny):
+    status, out, _ = kvcache(capsys, "verify", "--cache", "tests.verify.faulty_caches:crossed_heads")
+    assert status == 1
+    assert "CORRUPT" in out
+    assert "crossed heads; first at token 0, from layer 0 on" in " ".join(out.split())
+    assert out.rstrip().endswith("0 of 10 scenarios are right, 10 corrupt, 1 not run.")
+
+
+def test_json_holds_what_people_see(capsys, tiny):
+    status, out, _ = kvcache(capsys, "verify", "--cache", "dynamic", "--json")
+    assert status == 0
+    data = json.loads(out)
+    assert (data["subject"], data["dtype"], data["is_right"]) == ("smollm2 with DynamicCache", "float32", True)
+    first, *_ = data["findings"]
+    assert first["verdict"] in ("exact", "rounding")
+    assert first["num_outputs"] == 40
+    assert first["cached_error"] < 1e-4
+    not_run = [finding for finding in data["findings"] if finding["verdict"] == "not run"]
+    assert [finding["reason"] for finding in not_run] == ["no layer has a window"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cache", "nothing"], "cache is 'nothing'; expected kvcache, dynamic, static or package.module:factory"),
+        (["--cache", "no_package:make"], "cache is 'no_package:make', which cannot be imported: No module named"),
+        (["--cache", "tests.verify.faulty_caches:not_a_cache"], "the cache factory returned a dict; expected"),
+        (["--cache", "static", "--storage", "int8"], "--storage belongs to --cache kvcache, but --cache is 'static'"),
+        (["--storage", "int3"], "--storage is 'int3'"),
+        (["--lossy"], "--lossy says something of a factory's cache"),
+        (["--dtype", "int8"], "--dtype is 'int8'"),
+    ],
+)
+def test_wrong_arguments_end_with_status_2_and_one_line(capsys, tiny, arguments, message):
+    status, out, err = kvcache(capsys, "verify", *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("kvcache: error:") == 1
+
+
+def test_help_teaches(capsys):
+    status, out, _ = kvcache(capsys, "verify", "--help")
+    assert status == 0
+    assert "package.module:factory" in out
+    assert "kvcache verify --storage int8 --attention" in out

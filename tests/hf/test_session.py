@@ -234,7 +234,7 @@ def test_undo_goes_back_four_calls_and_a_fork_has_none(all_models, tokenizer):
     text = ids_of(3)
     for seed in range(6):
         text = turn(session, text + ids_of(2, seed), 2)
-    with pytest.raises(InvalidValueError, match="nothing to undo; of the calls of this session at most the last 4"):
+    with pytest.raises(InvalidValueError, match="nothing to undo; of its calls at most the last 4"):
         session.fork().undo()
     for _ in range(4):
         session.undo()

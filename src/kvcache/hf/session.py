@@ -176,7 +176,7 @@ class Session:
         with self._alone():
             if not self._earlier:
                 raise InvalidValueError(
-                    f"nothing to undo; of the calls of this session at most the last {self._earlier.maxlen} can be taken back"
+                    f"nothing to undo; of its calls at most the last {self._earlier.maxlen} can be taken back"
                 )
             self._state = self._earlier.pop()
 

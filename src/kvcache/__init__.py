@@ -1,5 +1,6 @@
 """A KV cache for decoding transformers in PyTorch: exact, fast and checked against a run without a cache."""
 
+from importlib import import_module
 from typing import Any
 
 from kvcache.attention import attend, merge_attention
@@ -10,6 +11,7 @@ from kvcache.errors import (
     InvalidValueError,
     KVCacheError,
     ModelError,
+    NotSupportedError,
     OutOfBlocksError,
     RollbackError,
 )
@@ -28,6 +30,7 @@ __all__ = [
     "KVCacheError",
     "LayerSpec",
     "ModelError",
+    "NotSupportedError",
     "OutOfBlocksError",
     "PagedCache",
     "RollbackError",
@@ -42,11 +45,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Look up what is costly only when it is asked for: `kvcache.hf`, which needs transformers, and the version."""
-    if name == "hf":
-        import kvcache.hf
-
-        return kvcache.hf
+    """Look up what is costly only when it is asked for: packages that few need or that need transformers, the version."""
+    if name in ("hf", "verify"):
+        return import_module(f"kvcache.{name}")
     if name == "__version__":
         from importlib.metadata import version
 

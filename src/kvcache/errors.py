@@ -44,3 +44,7 @@ class RollbackError(KVCacheError, ValueError):
 
 class ModelError(KVCacheError, OSError):
     """A model could not be found, fetched, checked or loaded."""
+
+
+class NotSupportedError(KVCacheError, NotImplementedError):
+    """A decoder or its cache cannot do what is asked for; `kvcache.verify` lists such a scenario as not run."""

@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from kvcache import CausalSelfAttentionWithCache, InvalidTypeError, InvalidValueError, KVCache, PagedCache
-from kvcache.verify import Decoder, HuggingFaceDecoder, NotSupportedError, Verdict, verification, verify
+from kvcache import (
+    CausalSelfAttentionWithCache,
+    InvalidTypeError,
+    InvalidValueError,
+    KVCache,
+    NotSupportedError,
+    PagedCache,
+)
+from kvcache.verify import Decoder, HuggingFaceDecoder, Verdict, verification, verify
 from tests.hf.tiny_models import bart, llama
 from tests.verify.faulty_decoder import FaultyDecoder
 

@@ -133,7 +133,8 @@ def _print(report: "Report") -> None:
         scenario, verdict, *rest = cells(finding)
         table.add_row(scenario, Text(verdict, style=STYLES.get(verdict, "dim")), *map(Text, rest))
     console = Console(highlight=False)
-    console.width = max(console.width, 100)
+    if not console.is_terminal:
+        console.width = 140  # nobody's lines to keep to
     console.print(f"{report.subject} in {report.dtype}, against {report.reference}\n")
     console.print(table)
     console.print(f"\n[{'bold' if report.is_right else 'bold red'}]{report.summary}.[/]")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kvcache.verify.decoder import Decoder, ExchangedRows, NotSupportedError
+from kvcache.verify.decoder import Decoder, ExchangedRows
 from kvcache.verify.report import Corruption, Finding, Report, Verdict
 from kvcache.verify.verification import verify
 
@@ -15,7 +15,6 @@ __all__ = [
     "ExchangedRows",
     "Finding",
     "HuggingFaceDecoder",
-    "NotSupportedError",
     "Report",
     "Verdict",
     "verify",

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvcache.verify.decoder import Decoder, NotSupportedError
+from kvcache.errors import NotSupportedError
+from kvcache.verify.decoder import Decoder
 from kvcache.verify.judge import EXACT, outputs_of, relative_error
 from kvcache.verify.trial import Text, Trial, Uncached
 

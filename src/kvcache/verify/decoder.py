@@ -8,11 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from kvcache.errors import KVCacheError
-
-
-class NotSupportedError(KVCacheError, NotImplementedError):
-    """A decoder or its cache cannot do what a scenario needs; the scenario is listed as not run, with the reason."""
+from kvcache.errors import NotSupportedError
 
 
 class Decoder(ABC):

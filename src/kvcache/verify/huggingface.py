@@ -14,13 +14,13 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcache.checks import check_bool
-from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from kvcache.hf import ModelCache, cache_for, use_attention
 from kvcache.hf.guard import check_model
 from kvcache.hf.versions import CACHE_ARGUMENT
 from kvcache.storage.codecs import FloatCodec, Storage, StorageLike, check_storage
 from kvcache.storage.model_config import decoder_config, layer_windows
-from kvcache.verify.decoder import Decoder, ExchangedRows, NotSupportedError
+from kvcache.verify.decoder import Decoder, ExchangedRows
 
 CacheFactory = Callable[[PreTrainedModel, int], Cache]  # a model and the tokens that must fit -> an empty cache
 BLOCK_SIZE = 16  # small, so that the texts take several blocks

@@ -64,7 +64,7 @@ class Finding:
         if self.corruption is not None:
             return str(self.corruption)
         if self.loss is not None:
-            return f"KL {self.loss.kl_divergence:.1e}, same top token {self.loss.top1_agreement:.1%}"
+            return f"KL {self.loss.kl_divergence:.1e}, top-1 {self.loss.top1_agreement:.1%}"
         return self.reason or ""
 
 

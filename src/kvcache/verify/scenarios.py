@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcache.verify.decoder import Decoder, NotSupportedError
+from kvcache.errors import NotSupportedError
+from kvcache.verify.decoder import Decoder
 from kvcache.verify.trial import Step, Text, Trial
 
 DECODED = 8  # tokens that a run decodes one at a time

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from kvcache.checks import check_int, dtype_name
-from kvcache.errors import InvalidTypeError, InvalidValueError
+from kvcache.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from kvcache.verify.causes import Case, likely_cause
-from kvcache.verify.decoder import Decoder, NotSupportedError
+from kvcache.verify.decoder import Decoder
 from kvcache.verify.judge import EXACT, FACTOR, Errors, Place, beyond_rounding, errors_of, loss_of
 from kvcache.verify.layers import first_wrong_layer
 from kvcache.verify.report import Corruption, Finding, Report, Verdict

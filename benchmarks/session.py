@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def first_and_later(session: Session, tokens: list[int]) -> tuple[float, float]:
     times = [time.perf_counter()]
     for _ in session.stream(tokens, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False):
         times.append(time.perf_counter())
-    steps = [later - earlier for earlier, later in zip(times[1:-1], times[2:], strict=True)]
+    steps = [later - earlier for earlier, later in pairwise(times[1:])]
     return times[1] - times[0], statistics.median(steps)
 
 
@@ -83,8 +84,8 @@ def report(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['dtype']} | {row['prompt_tokens']:,} | {row['computed_tokens']} | {row['first_token_milliseconds']:.0f} "
-        f"| {row['step_milliseconds']:.0f} | {row['first_token_over_step']:.2f} "
+        f"| {row['dtype']} | {row['prompt_tokens']:,} | {row['computed_tokens']} "
+        f"| {row['first_token_milliseconds']:.0f} | {row['step_milliseconds']:.0f} | {row['first_token_over_step']:.2f} "
         f"| {row['cold_first_token_milliseconds']:,.0f} | {row['cold_over_first_token']:.0f}x |"
         for row in rows
     ]

@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Look up what is costly only when it is asked for: packages that few need or that need transformers, the version."""
+    """Look up what is costly only when it is asked for: packages that need transformers or few need, the version."""
     if name in ("hf", "verify"):
         return import_module(f"kvcache.{name}")
     if name == "__version__":

@@ -85,7 +85,8 @@ def report(rows: list[dict[str, Any]]) -> str:
     ]
     lines += [
         f"| {row['dtype']} | {row['prompt_tokens']:,} | {row['computed_tokens']} "
-        f"| {row['first_token_milliseconds']:.0f} | {row['step_milliseconds']:.0f} | {row['first_token_over_step']:.2f} "
+        f"| {row['first_token_milliseconds']:.0f} | {row['step_milliseconds']:.0f} "
+        f"| {row['first_token_over_step']:.2f} "
         f"| {row['cold_first_token_milliseconds']:,.0f} | {row['cold_over_first_token']:.0f}x |"
         for row in rows
     ]

@@ -116,6 +116,14 @@ def test_the_model_is_left_as_it_was():
     assert not any(module._forward_hooks for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
+def test_dropout_is_off_meanwhile():
+    model = llama(torch.float32, attention_dropout=0.5).train()
+    model.model.norm.eval()
+    assert verify(HuggingFaceDecoder(model)).is_right
+    assert model.training
+    assert not model.model.norm.training
+
+
 def test_a_vocabulary_of_one():
     report = verify(HuggingFaceDecoder(llama(torch.float32, vocab_size=1, bos_token_id=0)))
     assert report.is_right, str(report)

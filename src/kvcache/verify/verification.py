@@ -1,10 +1,12 @@
 """Hold a cache against a run without one, scenario by scenario."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from kvcache.checks import check_int, dtype_name
 from kvcache.errors import InvalidTypeError, InvalidValueError, NotSupportedError
@@ -34,7 +36,7 @@ def verify(
 ) -> Report:
     """Run everything that people do with a cache, and hold each output against a run without a cache.
 
-    The reference is the same decoder in float64 without a cache, or in float32 where there is no memory for a copy.
+    Modules are in eval mode meanwhile. The reference is the same decoder in float64 without a cache, or in float32 where there is no memory for a copy.
 
     Args:
         decoder: the model and its cache: a `HuggingFaceDecoder`, or your own `Decoder`.
@@ -58,18 +60,30 @@ def verify(
         raise InvalidTypeError(f"decoder is a {type(decoder).__name__}; expected a kvcache.verify.Decoder")
     if progress is not None and not callable(progress):
         raise InvalidTypeError(f"progress is a {type(progress).__name__}; expected a function of one str")
-    decoder.new_cache(1, SHORTEST_TEXT)  # what cannot make one is refused here, and no scenario's fault
-    run = _Verification(decoder, _texts(decoder, texts, check_int("seed", seed, minimum=0)))
-    findings = []
-    for scenario in SCENARIOS:
-        if progress is not None:
-            progress(scenario.name)
-        findings.append(run.finding(scenario))
+    with _in_eval_mode(decoder.module):
+        decoder.new_cache(1, SHORTEST_TEXT)  # what cannot make one is refused here, and no scenario's fault
+        run = _Verification(decoder, _texts(decoder, texts, check_int("seed", seed, minimum=0)))
+        findings = []
+        for scenario in SCENARIOS:
+            if progress is not None:
+                progress(scenario.name)
+            findings.append(run.finding(scenario))
     dtype = dtype_name(decoder.dtype)
     reference = f"{dtype_name(run.exact.dtype)} without a cache"
     if run.exact.dtype != torch.float64:
         reference += " (too little memory for float64)"
     return Report(subject or type(decoder).__name__, dtype, reference, findings)
+
+
+@contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def _texts(decoder: Decoder, texts: Sequence[Sequence[int]] | None, seed: int) -> list[Text]:

@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Look up what is costly only when it is asked for: packages that need transformers or few need, the version."""
+    """Import what is costly only when it is asked for: `hf`, `verify`, and the version."""
     if name in ("hf", "verify"):
         return import_module(f"kvcache.{name}")
     if name == "__version__":

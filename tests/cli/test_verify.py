@@ -58,9 +58,9 @@ def test_json_holds_what_people_see(capsys, tiny):
         (["--cache", "nothing"], "cache is 'nothing'; expected kvcache, dynamic, static or package.module:factory"),
         (["--cache", "no_package:make"], "cache is 'no_package:make', which cannot be imported: No module named"),
         (["--cache", "tests.verify.faulty_caches:not_a_cache"], "the cache factory returned a dict; expected"),
-        (["--cache", "static", "--storage", "int8"], "--storage belongs to --cache kvcache, but --cache is 'static'"),
+        (["--cache", "static", "--storage", "int8"], "storage is given with cache = 'static'; it belongs to"),
         (["--storage", "int3"], "--storage is 'int3'"),
-        (["--lossy"], "--lossy says something of a factory's cache"),
+        (["--lossy"], "is_lossy is given with cache = 'kvcache'; it belongs to"),
         (["--dtype", "int8"], "--dtype is 'int8'"),
     ],
 )

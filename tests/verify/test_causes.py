@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from kvcache.verify import HuggingFaceDecoder, Verdict, verify
 from tests.hf.tiny_models import gpt2, llama, mistral
@@ -51,3 +53,22 @@ def test_learned_positions_are_told_apart_too():
     report = verify(HuggingFaceDecoder(gpt2(torch.float32), faulty_caches.factory(faulty_caches.OffsetPositions)))
     assert causes_found(report) == {"position offset"}, str(report)
     assert report.findings[0].corruption.layer == -1  # what goes into the first layer is wrong already
+
+
+def test_a_fault_in_the_last_layer_alone_is_named_and_placed():
+    def make(model, max_tokens):
+        return Cache(layers=[DynamicLayer(), faulty_caches.KeysForValues()])
+
+    report = verify(HuggingFaceDecoder(llama(torch.float32), make))
+    assert causes_found(report) == {"K taken for V"}, str(report)
+    assert {finding.corruption.layer for finding in report.findings if finding.corruption} == {1}
+
+
+def test_heads_that_move_on_by_one_are_crossed_too():
+    class Rolled(DynamicLayer):
+        def update(self, *args, **kwargs):
+            k, v = super().update(*args, **kwargs)
+            return k, v.roll(1, 1)
+
+    model = llama(torch.float32, num_key_value_heads=4)
+    assert causes_found(verify(HuggingFaceDecoder(model, faulty_caches.factory(Rolled)))) == {"crossed heads"}

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcache.checks import check_dtype, dtype_name
-from kvcache.errors import InvalidValueError
 from kvcache.storage.codecs import check_storage
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ Examples:
   kvcache verify --model ./my-model --cache my_package.caches:make_cache
 """
 
-# Three texts of equal length are made of these, as long as the shortest is in the model's tokens.
+# The first 40 tokens of each are taken.
 PASSAGES = (
     "A transformer that writes a text reads all of it again for every word, unless it remembers what it has read: "
     "for each token and layer one key, by which the token is found, and one value, which it then contributes. To "
@@ -78,11 +77,6 @@ def verify(
     dtype = dtype_name(check_dtype("--dtype", dtype))
     if storage is not None:
         check_storage("--storage", storage)
-    if cache != "kvcache" and (storage is not None or attention):
-        option = "--attention" if storage is None else "--storage"
-        raise InvalidValueError(f"{option} belongs to --cache kvcache, but --cache is {cache!r}; leave one of them out")
-    if lossy and ":" not in cache:
-        raise InvalidValueError("--lossy says something of a factory's cache; give --cache package.module:factory too")
     messages = Console(stderr=True)
     with messages.status("Starting") as status:
         from kvcache import hf  # first, as it says what to install where transformers is missing
@@ -93,7 +87,6 @@ def verify(
         loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
         decoder = HuggingFaceDecoder(loaded.model, cache, storage=storage, attention=attention, is_lossy=lossy)
         texts = [loaded.tokenizer(passage)["input_ids"] for passage in PASSAGES]
-        length = min(map(len, texts))
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -102,10 +95,10 @@ def verify(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
-        task = progress.add_task("", total=len(SCENARIOS), completed=-1)
+        task = progress.add_task("", total=len(SCENARIOS), completed=-1)  # a name is told when its scenario begins
         report = run(
             decoder,
-            texts=[text[:length] for text in texts],
+            texts=texts,
             subject=_subject(model, cache, storage, attention),
             progress=lambda name: progress.update(task, advance=1, description=name),
         )
@@ -135,6 +128,6 @@ def _print(report: "Report") -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 140  # nobody's lines to keep to
-    console.print(f"{report.subject} in {report.dtype}, against {report.reference}\n")
+    console.print(Text(report.title), end="\n\n")
     console.print(table)
     console.print(f"\n[{'bold' if report.is_right else 'bold red'}]{report.summary}.[/]")

@@ -114,7 +114,7 @@ def attention_is_exchangeable(model: PreTrainedModel) -> bool:
 
 
 def attention_reads_store(model: PreTrainedModel, cache: "ModelCache") -> bool:
-    """Run one token with an empty cache, to see whether the model's attention can read the store in every layer."""
+    """Run one token with an empty cache, which takes it, and see whether attention reads the store in every layer."""
     if not attention_is_exchangeable(model):
         return False
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)

@@ -32,6 +32,13 @@ def check_model(model: Any) -> PreTrainedModel:
     return model
 
 
+def check_decoder_only(model: Any) -> PreTrainedModel:
+    """Return `model` if `check_model` does and it has no encoder, else raise `InvalidTypeError`."""
+    if check_model(model).config.is_encoder_decoder:
+        raise InvalidTypeError(f"model is a {type(model).__name__}, an encoder-decoder; expected a decoder only")
+    return model  # type: ignore[no-any-return]
+
+
 class Guard:
     """What the caches of one model hold in common; the model is guarded as long as it lives.
 

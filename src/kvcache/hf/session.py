@@ -22,7 +22,7 @@ from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.hf.attention import attention_reads_store, borrowed_attention
 from kvcache.hf.cache import ModelCache, cache_for
 from kvcache.hf.detokenize import Detokenizer
-from kvcache.hf.guard import check_model
+from kvcache.hf.guard import check_decoder_only
 from kvcache.hf.prompt import Prompt
 from kvcache.hf.stepwise import stepwise
 from kvcache.hf.turn import Request, Turn, Usage, tokens_of
@@ -37,7 +37,7 @@ class Completion:
 
     text: str
     token_ids: list[int]  # the new ones
-    finish_reason: Literal["stop", "length"]  # the model ended the text, or a limit did
+    finish_reason: Literal["stop", "length"]  # "length": as many tokens as were allowed, and no end token last
     usage: Usage
 
 
@@ -46,7 +46,7 @@ class Session:
 
     What is cached is matched by token ids. Where a new text parts from it, the session goes back to the longest common
     beginning; a prompt's last token is always computed, as its logits are needed. Each call computes what
-    `model.generate` without a cache would.
+    `model.generate` without a cache would, to rounding (and nearly that with a quantised storage).
 
     While a call runs, the model attends through `kvcache.attend` (see `use_attention`), and the cache is in blocks that
     earlier states and forks share. Models that cannot attend so keep their attention, and forks are copies; to tell,
@@ -77,8 +77,7 @@ class Session:
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, *, storage: StorageLike | None = None, block_size: int = 64
     ) -> None:
-        if check_model(model).config.is_encoder_decoder:
-            raise InvalidValueError(f"model is a {type(model).__name__}, an encoder-decoder; expected a decoder")
+        check_decoder_only(model)
         if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise InvalidTypeError(f"tokenizer is a {type(tokenizer).__name__}; expected a transformers tokenizer")
         cache = cache_for(model, storage=storage, block_size=check_int("block_size", block_size, minimum=1))
@@ -149,9 +148,10 @@ class Session:
         return self._pieces(Request(self.model, self.tokenizer, prompt, options))
 
     def fork(self) -> Self:
-        """Return another session that goes on from the same cached tokens, without copying them.
+        """Return another session that goes on from the same cached tokens, whose blocks both share.
 
-        It cannot undo what was before, and has no usage yet.
+        Windows are copied, and all rows of models whose attention does not read blocks. The fork cannot undo what was
+        before, and has no usage yet.
 
         Raises:
             InvalidValueError: the session is in use.

@@ -56,7 +56,7 @@ class Request:
 
 
 class Turn:
-    """A request under way, on a fork of that one of some states which has the longest usable beginning of its text."""
+    """A request under way, on a fork of the state that has most of its text cached."""
 
     def __init__(self, request: Request, states: Iterable[ModelCache]) -> None:
         reusable = [(_num_reusable(state, request.ids), state) for state in states]
@@ -98,7 +98,7 @@ class Turn:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"]:
-        """Whether the model ended the text or a limit did."""
+        """ "length" for as many tokens as were allowed, else "stop": an end token, a stop string, or a time limit."""
         options, config = self.request.options, self.request.model.generation_config
         limit = options.get("max_new_tokens", config.max_new_tokens)
         if limit is None and (length := options.get("max_length", config.max_length)) is not None:
@@ -119,7 +119,10 @@ def tokens_of(cache: ModelCache) -> list[int]:
 
 
 def _num_reusable(state: ModelCache, ids: list[int]) -> int:
-    """Return how many of the leading `ids`, but for the last one, a state has keys and values of."""
+    """Return how many of the leading `ids`, but for the last one, a state has keys and values of.
+
+    0 where a window cannot go back to their end.
+    """
     pairs = zip(tokens_of(state), ids[:-1], strict=False)
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     can_go_back = all(layer.can_crop(common - state.get_seq_length()) for layer in state.layers)

@@ -19,16 +19,16 @@ class CacheFamily:
         self._left: deque[list[BlockTable]] = deque()
 
     def __len__(self) -> int:
-        """Caches that share the blocks."""
+        """Caches that share the blocks, those that have left until `settle` included."""
         return len(self._batches)
 
     @property
     def tables(self) -> list[BlockTable]:
-        """The tables of all of them."""
+        """The tables of all of these."""
         return [table for batch in self._batches for table in batch]
 
     def join(self, cache: object, tables: list[BlockTable]) -> Callable[[], object]:
-        """Count in a cache that keeps its tables in this very list, until it is let go or calls what is returned."""
+        """Add a cache whose tables stand in this list; it leaves when collected, or when what is returned is called."""
         self._batches.append(tables)
         leave = weakref.finalize(cache, self._left.append, tables)
         leave.atexit = False

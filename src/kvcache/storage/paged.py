@@ -305,7 +305,7 @@ class PagedCache(LayerCache):
 
     def _use(self, tables: list[BlockTable]) -> None:
         """Let these be the batch's tables."""
-        self._tables[:] = tables  # the same list for life, which the family has too
+        self._tables[:] = tables  # in place, as the family has this list too
         self._read = _TableTensors(tables, self.device)
         # Up to this length tokens may be appended to blocks that each row of the batch holds alone; 0: not known.
         self._writable = 0

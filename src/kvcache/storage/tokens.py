@@ -31,7 +31,7 @@ def check_token_ids(name: str, ids: Any) -> "array[int]":
         check_integers(name, ids, "(T,)")
         check_shape(name, tuple(ids.shape), (None,), "(T,)")
         ids = ids.tolist()
-    if isinstance(ids, str) or not isinstance(ids, Iterable):
+    if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Iterable):
         raise InvalidTypeError(f"{name} is a {type(ids).__name__}; expected a list of token ids")
     result = array("q")
     for index, value in enumerate(ids):

@@ -4,14 +4,21 @@ Most ask what an output depends on: a token is exchanged, and the output may cha
 that it may see. They run in the reference's dtype, where an output that depends on nothing else stays as it is.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from kvcache.errors import NotSupportedError
-from kvcache.verify.decoder import Decoder
-from kvcache.verify.judge import EXACT, outputs_of, relative_error
-from kvcache.verify.trial import Text, Trial, Uncached
+from kvcache.verify import scenarios
+from kvcache.verify.decoder import Decoder, ExchangedRows
+from kvcache.verify.judge import ROUNDING_LIMIT, outputs_of, relative_error
+from kvcache.verify.scenarios import Scenario
+from kvcache.verify.trial import Step, Text, Trial, Uncached, text_of_length
+
+logger = logging.getLogger(__name__)
 
 SPARE = 7  # slots more than needed
 LARGEST_ROUNDING = 0.2  # error of a cache that keeps rows in few bits, and does so rightly
@@ -25,12 +32,18 @@ class Case:
         self.uncached = Uncached(decoder)  # what it says without a cache
         self._answers: dict[Callable[[Case], bool], bool] = {}
 
+    @cached_property
+    def exchanged_rows(self) -> list[ExchangedRows]:
+        """What each layer gave to a cache and got back, [] where that is not seen."""
+        return self.decoder.exchanged_rows(torch.tensor([self.text], device=self.decoder.device))
+
     def has(self, is_cause: "Callable[[Case], bool]") -> bool:
         """Whether one of `CAUSES` holds; each is asked once."""
         if is_cause not in self._answers:
             try:
                 self._answers[is_cause] = is_cause(self)
             except Exception:  # a run that cannot be made, or fails, says nothing about this cause
+                logger.debug("%s could not be asked", is_cause.__name__, exc_info=True)
                 self._answers[is_cause] = False
         return self._answers[is_cause]
 
@@ -40,19 +53,26 @@ class Case:
         shortest = min(self.decoder.windows, default=len(self.texts[0]))
         return self.texts[0][: max(4, min(12, shortest - 1))]
 
-    def trial(self, batch_size: int = 1, *, spare: int = SPARE, padding: Sequence[int] | None = None) -> Trial:
+    def trial(self, batch_size: int = 1, *, spare: int = SPARE, pad_token: int = 0) -> Trial:
         """Return a new trial with room to spare."""
-        return Trial(self.decoder, batch_size, capacity=len(self.texts[0]) + spare, padding=padding)
+        return Trial(self.decoder, batch_size, capacity=len(self.texts[0]) + spare, pad_token=pad_token)
+
+    def padded_trial(self, pad_token: int) -> Trial:
+        """Return a trial of two texts, the second padded by two tokens, and then one token more of each."""
+        trial, other = self.trial(2, pad_token=pad_token), self.texts[1][: len(self.text) - 2]
+        trial.feed(self.text[:-1], other[:-1])
+        trial.feed(self.text[-1:], other[-1:])
+        return trial
 
     def other(self, token: int) -> int:
         """Return another token."""
-        return (token + 1 + self.decoder.vocab_size // 2) % self.decoder.vocab_size
+        return (token + max(1, self.decoder.vocab_size // 2)) % self.decoder.vocab_size
 
     def differs(self, output: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether two outputs are different beyond rounding; two that are not numbers are not."""
         if output.isnan().any() and expected.isnan().any():
             return False
-        return not relative_error(output, expected) <= EXACT[self.decoder.dtype]
+        return not relative_error(output, expected) <= ROUNDING_LIMIT[self.decoder.dtype]
 
     def is_right(self, trial: Trial) -> bool:
         """Whether all outputs of a trial are those of a run without a cache."""
@@ -135,35 +155,18 @@ def keeps_stale_rows(case: Case) -> bool:
 
 def gives_all_rows_one_position(case: Case) -> bool:
     """In a padded batch the row without padding is right, and those with padding are wrong, whatever the padding is."""
-    padded = case.texts[1][: len(case.text) - 2]
-
-    def trial(pad_token: int) -> Trial:
-        trial = case.trial(2, padding=(0, 2))
-        trial.pad_token = pad_token
-        trial.feed(case.text[:-1], padded[:-1])
-        trial.feed(case.text[-1:], padded[-1:])
-        return trial
-
-    first, second = trial(0), trial(case.other(0))
-    if _rows_differ(case, first, second):
-        return False
+    trial = case.padded_trial(pad_token=0)
     wrong_rows = {
-        place.row for place, output in outputs_of(first.steps) if case.differs(output, case.uncached.output(place.text))
+        place.row
+        for place, output in outputs_of(trial.steps)
+        if not output.isnan().any() and case.differs(output, case.uncached.output(place.text))
     }
-    return wrong_rows == {1}
+    return wrong_rows == {1} and not shows_padding(case)
 
 
 def shows_padding(case: Case) -> bool:
     """The outputs depend on what stands where a row is padded."""
-
-    def trial(pad_token: int) -> Trial:
-        trial = case.trial(2, padding=(0, 2))
-        trial.pad_token = pad_token
-        trial.feed(case.text[:-1], case.texts[1][: len(case.text) - 3])
-        trial.feed(case.text[-1:], case.texts[1][len(case.text) - 3 :][:1])
-        return trial
-
-    return _rows_differ(case, trial(0), trial(case.other(0)))
+    return _rows_differ(case, case.padded_trial(pad_token=0), case.padded_trial(pad_token=case.other(0)))
 
 
 def _rows_differ(case: Case, first: Trial, second: Trial) -> bool:
@@ -205,7 +208,7 @@ def bounds_the_window_wrongly(case: Case) -> bool:
         return False
 
     def is_right(length: int) -> bool:
-        text = (sum(case.texts, ()) * (1 + length // sum(map(len, case.texts))))[:length]
+        text = text_of_length(case.texts, length)
         trial = Trial(case.decoder, capacity=length + SPARE)
         trial.feed(text[:-3])
         trial.decode(text[-3:])
@@ -231,10 +234,11 @@ def freezes_the_scale(case: Case) -> bool:
 
 def takes_keys_for_values(case: Case) -> bool:
     """What a layer got back as values are keys; or values differ by position where all tokens are the same."""
-    exchanged = case.decoder.exchanged_rows(_batch(case))
+    exchanged = case.exchanged_rows
     if exchanged:
-        rows = exchanged[0]
-        return _same(rows.returned[1], rows.given[0]) or _same(rows.returned[0], rows.given[1])
+        return any(
+            _same(rows.returned[1], rows.given[0]) or _same(rows.returned[0], rows.given[1]) for rows in exchanged
+        )
     return _of_one_token(case) == "varies"
 
 
@@ -243,13 +247,10 @@ def crosses_heads(case: Case) -> bool:
 
     Texts of one token are then wrong, though equally at all places, if values are crossed, and right if keys are.
     """
-    exchanged = case.decoder.exchanged_rows(_batch(case))
+    exchanged = case.exchanged_rows
     if exchanged:
-        rows = exchanged[0]
-        return any(
-            not _same(returned, given) and _same(returned.sum(1), given.sum(1))
-            for returned, given in zip(rows.returned, rows.given, strict=True)
-        )
+        pairs = [pair for rows in exchanged for pair in zip(rows.returned, rows.given, strict=True)]
+        return any(not _same(*pair) and _same(*(rows.sort(1).values for rows in pair)) for pair in pairs)
     of_one_token = _of_one_token(case)
     return of_one_token == "wrong" or (of_one_token == "right" and _is_always_wrong(case))
 
@@ -262,9 +263,10 @@ def _is_always_wrong(case: Case) -> bool:
 
 
 def offsets_positions(case: Case) -> bool:
-    """Where all tokens are the same, so that only a position can tell them apart, nothing is wrong."""
-    if case.decoder.exchanged_rows(_batch(case)):
-        return True  # rows come back as they were given, and no other cause has been found
+    """All rows come back as they were given, and no other cause holds; or a text of one token repeated is right."""
+    pairs = [pair for rows in case.exchanged_rows for pair in zip(rows.returned, rows.given, strict=True)]
+    if pairs and all(_same(*pair) for pair in pairs):
+        return True
     return _of_one_token(case) == "right"
 
 
@@ -283,35 +285,40 @@ def _of_one_token(case: Case) -> str:
     return "right" if case.is_right(trial) else "wrong"
 
 
-def _batch(case: Case) -> torch.Tensor:
-    return torch.tensor([case.text], device=case.decoder.device)
-
-
 def _same(rows: torch.Tensor, others: torch.Tensor) -> bool:
     return rows.shape == others.shape and torch.equal(rows, others)
 
 
+@dataclass(frozen=True)
+class Cause:
+    """A fault, and how it is told from others; it is sought in some scenarios only, or in all."""
+
+    name: str
+    holds: Callable[[Case], bool]
+    scenarios: tuple[Callable[..., list[Step]], ...] = ()
+
+
 # In this order: a fault further down may look like one above it only in part.
-CAUSES: tuple[tuple[str, Callable[[Case], bool], tuple[str, ...]], ...] = (
-    ("overwrite at capacity", overwrites_at_capacity, ("full cache",)),
-    ("prompt fed twice", feeds_the_prompt_twice, ()),
-    ("rows swapped in a batch", swaps_rows, ("batch", "left-padded batch", "reorder")),
-    ("unmasked tail", leaves_the_tail_unmasked, ()),
-    ("stale rows after rollback", keeps_stale_rows, ("rollback and retry", "full cache")),
-    ("one position for all rows", gives_all_rows_one_position, ("left-padded batch",)),
-    ("mask alignment", shows_padding, ("left-padded batch",)),
-    ("mask alignment", misaligns_the_mask, ()),
-    ("window bound", bounds_the_window_wrongly, ()),
-    ("frozen scale", freezes_the_scale, ()),
-    ("K taken for V", takes_keys_for_values, ()),
-    ("crossed heads", crosses_heads, ()),
-    ("position offset", offsets_positions, ()),
+CAUSES = (
+    Cause("overwrite at capacity", overwrites_at_capacity, (scenarios.full_cache,)),
+    Cause("prompt fed twice", feeds_the_prompt_twice),
+    Cause("rows swapped in a batch", swaps_rows, (scenarios.batch, scenarios.left_padded_batch, scenarios.reorder)),
+    Cause("unmasked tail", leaves_the_tail_unmasked),
+    Cause("stale rows after rollback", keeps_stale_rows, (scenarios.rollback_and_retry, scenarios.full_cache)),
+    Cause("one position for all rows", gives_all_rows_one_position, (scenarios.left_padded_batch,)),
+    Cause("mask alignment", shows_padding, (scenarios.left_padded_batch,)),
+    Cause("mask alignment", misaligns_the_mask),
+    Cause("window bound", bounds_the_window_wrongly),
+    Cause("frozen scale", freezes_the_scale),
+    Cause("K taken for V", takes_keys_for_values),
+    Cause("crossed heads", crosses_heads),
+    Cause("position offset", offsets_positions),
 )
 
 
-def likely_cause(case: Case, scenario: str) -> str | None:
+def likely_cause(case: Case, scenario: Scenario) -> str | None:
     """Return the name of the fault that explains a scenario's wrong outputs, None where none does."""
-    for name, is_cause, scenarios in CAUSES:
-        if (not scenarios or scenario in scenarios) and case.has(is_cause):
-            return name
+    for cause in CAUSES:
+        if (not cause.scenarios or scenario.run in cause.scenarios) and case.has(cause.holds):
+            return cause.name
     return None

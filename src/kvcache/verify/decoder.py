@@ -3,6 +3,7 @@
 import copy
 import pickle
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -35,9 +36,9 @@ class Decoder(ABC):
         """Run tokens (B, T), int64; return logits (B, T, vocabulary), or other outputs (B, T, any number).
 
         Without a `cache` the tokens are whole texts. With one they follow those that it holds, which this call appends
-        them to. `padding` (B,), int64, says how many of the first tokens of each row, in the whole text, are none:
-        nothing attends to them, and positions count from the first real one. Raise `NotSupportedError` if it is given
-        and there is no such way; then that scenario is not run.
+        them to. `padding` (B,), int64, comes with the first tokens of a cache only: so many of them in each row are no
+        tokens. Nothing attends to them and positions count from the first real one, in all later calls too, so keep it
+        with the cache, and let `reorder` and `fork` keep it. Raise `NotSupportedError` where there is no such way.
         """
 
     @abstractmethod
@@ -96,9 +97,9 @@ class Decoder(ABC):
         return next((list(part) for part in self.module.modules() if isinstance(part, nn.ModuleList)), [])
 
 
+@dataclass(frozen=True, eq=False)
 class ExchangedRows:
     """The keys and values (B, Hkv, T, D) that one layer gave to a cache, and those that it got back."""
 
-    def __init__(self, given: tuple[torch.Tensor, torch.Tensor], returned: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.given = given
-        self.returned = returned
+    given: tuple[torch.Tensor, torch.Tensor]
+    returned: tuple[torch.Tensor, torch.Tensor]

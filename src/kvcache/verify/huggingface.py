@@ -14,9 +14,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcache.checks import check_bool
-from kvcache.errors import InvalidTypeError, InvalidValueError, NotSupportedError
+from kvcache.errors import InvalidTypeError, InvalidValueError, NotSupportedError, RollbackError
 from kvcache.hf import ModelCache, cache_for, use_attention
-from kvcache.hf.guard import check_model
+from kvcache.hf.guard import check_decoder_only
 from kvcache.hf.versions import CACHE_ARGUMENT
 from kvcache.storage.codecs import FloatCodec, Storage, StorageLike, check_storage
 from kvcache.storage.model_config import decoder_config, layer_windows
@@ -24,8 +24,6 @@ from kvcache.verify.decoder import Decoder, ExchangedRows
 
 CacheFactory = Callable[[PreTrainedModel, int], Cache]  # a model and the tokens that must fit -> an empty cache
 BLOCK_SIZE = 16  # small, so that the texts take several blocks
-
-_NOT_CROPPABLE = (ValueError, RuntimeError, AttributeError)  # what transformers' caches raise; ours raise ValueErrors
 
 
 @dataclass
@@ -63,21 +61,31 @@ class HuggingFaceDecoder(Decoder):
         attention: bool = False,
         is_lossy: bool = False,
     ) -> None:
-        self.module = check_model(model)
-        if model.config.is_encoder_decoder:
-            raise InvalidTypeError(f"model is a {type(model).__name__}, an encoder-decoder; expected a decoder only")
+        self.module = check_decoder_only(model)
         self.attention = check_bool("attention", attention)
         self.storage = None if storage is None else check_storage("storage", storage)
-        if cache != "kvcache" and (storage is not None or attention):
-            option = "attention" if storage is None else "storage"
-            raise InvalidValueError(f"{option} is given with cache = {cache!r}; it belongs to cache = 'kvcache'")
+        is_own = callable(cache) or (isinstance(cache, str) and ":" in cache)
+        for name, is_given, fits, expected in (
+            ("storage", storage is not None, cache == "kvcache", "cache = 'kvcache'"),
+            ("attention", attention, cache == "kvcache", "cache = 'kvcache'"),
+            ("is_lossy", check_bool("is_lossy", is_lossy), is_own, "a cache of your own"),
+        ):
+            if is_given and not fits:
+                raise InvalidValueError(f"{name} is given with cache = {cache!r}; it belongs to {expected}")
         if attention:
             use_attention(model).undo()  # refuses what it cannot do
         self._factory = _factory(cache, self.storage, attention)
         config = decoder_config(model.config)
         self.vocab_size = config.vocab_size
-        self.windows = tuple(sorted({window for window in layer_windows(config) if window is not None}))
-        self.is_lossy = check_bool("is_lossy", is_lossy) or (self.storage is not None and self._loses(self.storage))
+        try:
+            windows = layer_windows(config)
+        except InvalidValueError as error:
+            raise InvalidValueError(
+                f"model is a {type(model).__name__}; expected one with full or sliding attention in every layer, of "
+                "which alone it is known what a token may see"
+            ) from error
+        self.windows = tuple(sorted({window for window in windows if window is not None}))
+        self.is_lossy = is_lossy or (self.storage is not None and self._loses(self.storage))
 
     def forward(
         self, tokens: torch.Tensor, cache: _Held | None = None, padding: torch.Tensor | None = None
@@ -108,10 +116,15 @@ class HuggingFaceDecoder(Decoder):
 
     def rollback(self, cache: _Held, num_tokens: int) -> None:
         """Crop the cache."""
+        name = type(cache.cache).__name__
+        if not (hasattr(cache.cache, "crop") and all(layer.is_croppable for layer in cache.cache.layers)):
+            raise NotSupportedError(f"{name} cannot be cropped")
         try:
             cache.cache.crop(-num_tokens)
-        except _NOT_CROPPABLE as error:
-            raise NotSupportedError(f"{type(cache.cache).__name__}.crop: {error}") from error
+        except (RollbackError, RuntimeError) as error:  # ours, and that of transformers' windows that have wrapped
+            if not self.windows:
+                raise
+            raise NotSupportedError(f"{name}.crop: {error}") from error
         cache.num_tokens -= num_tokens
 
     def reorder(self, cache: _Held, index: torch.Tensor) -> None:

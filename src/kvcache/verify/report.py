@@ -1,6 +1,7 @@
 """What a verification found: for people as a table, for machines as plain data."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -22,7 +23,7 @@ class Verdict(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the cache has not shown to be right."""
+        """Whether it is corrupt or raised."""
         return self in (Verdict.CORRUPT, Verdict.ERROR)
 
 
@@ -30,7 +31,7 @@ class Verdict(StrEnum):
 class Corruption:
     """Where a wrong output was seen first, and what explains it."""
 
-    forward: int  # of the scenario's, from 0
+    step: int  # of the scenario's, from 0
     row: int  # of the batch
     token: int  # its index in the text of that row, from 0
     layer: int | None  # from 0, -1: before the first; None: not known
@@ -56,16 +57,15 @@ class Finding:
     uncached_error: float | None = None
     loss: Loss | None = None
     corruption: Corruption | None = None
-    reason: str | None = None  # why it was not run, or what was raised
+    reason: str | None = None  # why it was not run, not run once more in float64, or what was raised
 
     @property
     def note(self) -> str:
         """What there is to say beside the figures."""
-        if self.corruption is not None:
-            return str(self.corruption)
-        if self.loss is not None:
-            return f"KL {self.loss.kl_divergence:.1e}, top-1 {self.loss.top1_agreement:.1%}"
-        return self.reason or ""
+        parts = [] if self.corruption is None else [str(self.corruption)]
+        if self.corruption is None and self.loss is not None:
+            parts.append(f"KL {self.loss.kl_divergence:.1e}, top-1 {self.loss.top1_agreement:.1%}")
+        return "; ".join([*parts, *([self.reason] if self.reason else [])])
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,15 @@ class Report:
     findings: list[Finding]
 
     @property
+    def title(self) -> str:
+        """What was verified, and against what."""
+        return f"{self.subject} in {self.dtype}, against {self.reference}"
+
+    @property
     def is_right(self) -> bool:
-        """Whether no scenario found corruption or raised."""
-        return not any(finding.verdict.is_failure for finding in self.findings)
+        """Whether some scenario was run, and none was corrupt or raised."""
+        verdicts = {finding.verdict for finding in self.findings}
+        return bool(verdicts - {Verdict.NOT_RUN}) and not any(verdict.is_failure for verdict in verdicts)
 
     @property
     def summary(self) -> str:
@@ -97,8 +103,8 @@ class Report:
         return ", ".join(parts)
 
     def as_data(self) -> dict[str, Any]:
-        """Return everything as JSON can hold it."""
-        findings = [{**asdict(finding), "verdict": finding.verdict.value} for finding in self.findings]
+        """Return everything as JSON can hold it; an error or a loss that is no finite number is None."""
+        findings = [{**_finite(asdict(finding)), "verdict": finding.verdict.value} for finding in self.findings]
         return {
             "subject": self.subject,
             "dtype": self.dtype,
@@ -109,15 +115,13 @@ class Report:
 
     def as_json(self) -> str:
         """Return `as_data` as text."""
-        return json.dumps(self.as_data(), indent=2)
+        return json.dumps(self.as_data(), indent=2, allow_nan=False)
 
     def __str__(self) -> str:
         rows = [cells(finding) for finding in self.findings]
         widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
-        lines = [_line(cells, widths) for cells in (HEADINGS, *rows)]
-        return "\n".join(
-            [f"{self.subject} in {self.dtype}, against {self.reference}", "", *lines, "", f"{self.summary}."]
-        )
+        lines = [_line(row, widths) for row in (HEADINGS, *rows)]
+        return "\n".join([self.title, "", *lines, "", f"{self.summary}."])
 
 
 HEADINGS = ("scenario", "verdict", "cached error", "uncached error", "")
@@ -134,5 +138,16 @@ def cells(finding: Finding) -> tuple[str, ...]:
     )
 
 
-def _line(cells: Iterable[str], widths: list[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+def _line(row: Iterable[str], widths: list[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _finite(data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _finite(value) if isinstance(value, dict) else None if _is_not_finite(value) else value
+        for name, value in data.items()
+    }
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

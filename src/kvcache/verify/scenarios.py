@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvcache.errors import NotSupportedError
 from kvcache.verify.decoder import Decoder
-from kvcache.verify.trial import Step, Text, Trial
+from kvcache.verify.trial import Step, Text, Trial, text_of_length
 
 DECODED = 8  # tokens that a run decodes one at a time
 CHUNKS = 3, 5, 16
@@ -52,7 +52,7 @@ def left_padded_batch(decoder: Decoder, texts: list[Text]) -> list[Step]:
     """Prompts of different lengths, then some tokens at once, then one by one."""
     padding = 0, 3, 11
     prompts = [text[pad:-DECODED] for text, pad in zip(texts, padding, strict=True)]
-    trial = Trial(decoder, len(texts), capacity=len(texts[0]), padding=padding)
+    trial = Trial(decoder, len(texts), capacity=len(texts[0]))
     trial.feed(*prompts)
     trial.feed(*(text[-DECODED : 3 - DECODED] for text in texts))
     trial.decode(*(text[3 - DECODED :] for text in texts))
@@ -110,20 +110,13 @@ def window_wrap_around(decoder: Decoder, texts: list[Text]) -> list[Step]:
         raise NotSupportedError("no layer has a window")
     steps: list[Step] = []
     for window in decoder.windows:
-        text = _repeated(texts, window + 2 * DECODED)
-        token_wise = Trial(decoder, capacity=len(text), steps=steps)
-        token_wise.feed(text[: max(1, window - 3)])
-        token_wise.decode(text[max(1, window - 3) :])
-        at_once = Trial(decoder, capacity=len(text), steps=steps)
-        at_once.feed(text[: window + 2])
-        at_once.feed(text[window + 2 : window + 5])
-        at_once.decode(text[window + 5 :][:DECODED])
+        text = text_of_length(texts, window + 2 * DECODED)
+        for first, chunk in ((max(1, window - 3), 1), (window, 2), (window + 2, 3)):
+            trial = Trial(decoder, capacity=len(text), steps=steps)
+            trial.feed(text[:first])
+            trial.feed(text[first : first + chunk])
+            trial.decode(text[first + chunk :][:DECODED])
     return steps
-
-
-def _repeated(texts: list[Text], length: int) -> Text:
-    joined = sum(texts, ())
-    return (joined * (length // len(joined) + 1))[:length]
 
 
 def reorder(decoder: Decoder, texts: list[Text]) -> list[Step]:

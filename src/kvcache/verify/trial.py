@@ -41,13 +41,12 @@ class Trial:
         batch_size: int = 1,
         *,
         capacity: int,
-        padding: Sequence[int] | None = None,
+        pad_token: int = 0,
         steps: list[Step] | None = None,
     ) -> None:
         self.decoder = decoder
         self.steps: list[Step] = [] if steps is None else steps
-        self.pad_token = 0
-        self._padding = None if padding is None else torch.tensor(padding, device=decoder.device)
+        self._pad_token = pad_token
         self._texts: list[Text] = [()] * batch_size
         self._cache: Any = decoder.new_cache(batch_size, capacity)
 
@@ -57,19 +56,19 @@ class Trial:
         return self._texts
 
     def feed(self, *rows: Sequence[int]) -> torch.Tensor:
-        """Run the next tokens of each row, equally many; return the outputs (B, T, V).
+        """Run the next tokens of each row; return the outputs (B, T, V).
 
-        At first each row is padded on the left to the longest, if the trial has padding.
+        The first tokens may be of different numbers: rows are then padded on the left to the longest.
         """
         length = max(map(len, rows))
-        tokens = torch.tensor(
-            [[self.pad_token] * (length - len(row)) + list(row) for row in rows], device=self.decoder.device
+        padding = [length - len(row) for row in rows]
+        tokens = [[self._pad_token] * pad + list(row) for pad, row in zip(padding, rows, strict=True)]
+        outputs = self.decoder.forward(
+            self._tensor(tokens), self._cache, self._tensor(padding) if any(padding) else None
         )
-        padding = self._padding if not any(self._texts) else None
-        outputs = self.decoder.forward(tokens, self._cache, padding).detach().cpu()
         self._texts = [(*text, *row) for text, row in zip(self._texts, rows, strict=True)]
-        self.steps.append(Step(list(self._texts), length, outputs))
-        return outputs
+        self.steps.append(Step(list(self._texts), length, outputs.detach().cpu()))
+        return self.steps[-1].outputs
 
     def decode(self, *rows: Sequence[int]) -> None:
         """Run the next tokens of each row one at a time."""
@@ -83,7 +82,7 @@ class Trial:
 
     def reorder(self, index: Sequence[int]) -> None:
         """Let row b continue what row `index[b]` holds."""
-        self.decoder.reorder(self._cache, torch.tensor(index, device=self.decoder.device))
+        self.decoder.reorder(self._cache, self._tensor(index))
         self._texts = [self._texts[row] for row in index]
 
     def fork(self) -> "Trial":
@@ -94,10 +93,19 @@ class Trial:
         """Return a trial over what a program would load after it has saved this one's cache."""
         return self._with(self.decoder.restore(self.decoder.save(self._cache)))
 
+    def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor(numbers, device=self.decoder.device)
+
     def _with(self, cache: Any) -> "Trial":
         other = object.__new__(Trial)
         other.__dict__.update(self.__dict__, _texts=list(self._texts), _cache=cache)
         return other
+
+
+def text_of_length(texts: Sequence[Text], length: int) -> Text:
+    """Return one text of `length` tokens: the texts one behind the other, as often as that takes."""
+    joined = sum(texts, ())
+    return (joined * (length // len(joined) + 1))[:length]
 
 
 class Uncached:

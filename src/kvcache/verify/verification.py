@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -10,13 +11,23 @@ from torch import nn
 
 from kvcache.checks import check_int, dtype_name
 from kvcache.errors import InvalidTypeError, InvalidValueError, NotSupportedError
+from kvcache.storage.tokens import check_token_ids
 from kvcache.verify.causes import Case, likely_cause
 from kvcache.verify.decoder import Decoder
-from kvcache.verify.judge import EXACT, FACTOR, Errors, Place, beyond_rounding, errors_of, loss_of
+from kvcache.verify.judge import (
+    FACTOR,
+    ROUNDING_LIMIT,
+    Errors,
+    Place,
+    beyond_rounding,
+    errors_of,
+    loss_of,
+    rounding_bound,
+)
 from kvcache.verify.layers import first_wrong_layer
 from kvcache.verify.report import Corruption, Finding, Report, Verdict
 from kvcache.verify.scenarios import DECODED, SCENARIOS, Scenario
-from kvcache.verify.trial import Step, Text, Uncached
+from kvcache.verify.trial import Text, Uncached
 
 NUM_TEXTS = 3
 TEXT_LENGTH = 40
@@ -36,7 +47,8 @@ def verify(
 ) -> Report:
     """Run everything that people do with a cache, and hold each output against a run without a cache.
 
-    Modules are in eval mode meanwhile. The reference is the same decoder in float64 without a cache, or in float32 where there is no memory for a copy.
+    The reference is the same decoder in float64 without a cache, or in float32 where there is no memory for a copy.
+    Modules are in eval mode meanwhile.
 
     Args:
         decoder: the model and its cache: a `HuggingFaceDecoder`, or your own `Decoder`.
@@ -46,7 +58,7 @@ def verify(
         progress: called with the name of each scenario when it begins.
 
     Returns:
-        A `Report`: its `is_right` says whether any scenario was corrupt or raised, `str` of it is a table.
+        A `Report`: its `is_right` says whether some scenario was run and none was corrupt or raised; `str` is a table.
 
     Raises:
         InvalidTypeError, InvalidValueError: an argument is not what is described above, or there is no memory for any
@@ -69,8 +81,8 @@ def verify(
                 progress(scenario.name)
             findings.append(run.finding(scenario))
     dtype = dtype_name(decoder.dtype)
-    reference = f"{dtype_name(run.exact.dtype)} without a cache"
-    if run.exact.dtype != torch.float64:
+    reference = f"{dtype_name(run.reference_decoder.dtype)} without a cache"
+    if run.reference_decoder.dtype != torch.float64:
         reference += " (too little memory for float64)"
     return Report(subject or type(decoder).__name__, dtype, reference, findings)
 
@@ -89,14 +101,19 @@ def _in_eval_mode(module: nn.Module) -> Iterator[None]:
 def _texts(decoder: Decoder, texts: Sequence[Sequence[int]] | None, seed: int) -> list[Text]:
     if texts is None:
         return _random_texts(decoder, seed)
-    checked = [tuple(check_int("texts", token, minimum=0) for token in text) for text in texts]
-    if len(checked) != NUM_TEXTS or min(map(len, checked)) < SHORTEST_TEXT:
-        lengths = [len(text) for text in checked]
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise InvalidTypeError(f"texts is a {type(texts).__name__}; expected {NUM_TEXTS} lists of token ids")
+    checked = [tuple(check_token_ids(f"texts[{index}]", text)) for index, text in enumerate(texts)]
+    lengths = [len(text) for text in checked]
+    if len(checked) != NUM_TEXTS or min(lengths) < SHORTEST_TEXT:
         raise InvalidValueError(
             f"texts are {len(checked)} of {lengths} tokens; expected {NUM_TEXTS} of at least {SHORTEST_TEXT}"
         )
-    if max(map(max, checked)) >= decoder.vocab_size:
-        raise InvalidValueError(f"texts has token {max(map(max, checked))}; expected ids below {decoder.vocab_size}")
+    for index, text in enumerate(checked):
+        if not 0 <= min(text) <= max(text) < decoder.vocab_size:
+            raise InvalidValueError(
+                f"texts[{index}] has ids from {min(text)} to {max(text)}; expected 0 to {decoder.vocab_size - 1}"
+            )
     length = min(TEXT_LENGTH, *map(len, checked))
     return [text[:length] for text in checked]
 
@@ -112,16 +129,16 @@ class _Verification:
     """A decoder, the same in the reference's dtype, and what both say without a cache."""
 
     def __init__(self, decoder: Decoder, texts: list[Text]) -> None:
-        self.decoder, self.exact, self.texts = decoder, _reference(decoder), texts
+        self.decoder, self.texts = decoder, texts
+        self.reference_decoder = _reference(decoder)
         self.uncached = Uncached(decoder)
-        self.reference = Uncached(self.exact, through_codec=False)
-        self.case = Case(self.exact, _random_texts(decoder, seed=0))
-        self.rounded_reference = Uncached(self.exact)
+        self.reference = Uncached(self.reference_decoder, through_codec=False)
         token = torch.zeros(1, 1, dtype=torch.int64, device=decoder.device)
-        knows_codec = self.exact.forward_through_codec(token) is not None
-        self.has_exact_run = knows_codec or not decoder.is_lossy
-        self.needs_exact_run = self.has_exact_run and (decoder.is_lossy or torch.finfo(decoder.dtype).bits == 16)
-        self._lossy_bound = LARGEST_LOSS  # where there is no exact run: the first scenario's error sets it for the rest
+        knows_codec = self.reference_decoder.forward_through_codec(token) is not None
+        self.rounded_reference = Uncached(self.reference_decoder) if knows_codec else self.reference
+        self.case = Case(self.reference_decoder, _random_texts(decoder, seed=0))
+        self.knows_rounding = knows_codec or not decoder.is_lossy
+        self.runs_once_more = self.knows_rounding and (knows_codec or torch.finfo(decoder.dtype).bits == 16)
 
     def finding(self, scenario: Scenario) -> Finding:
         """Run one scenario and judge it."""
@@ -132,7 +149,21 @@ class _Verification:
         except Exception as error:
             return Finding(scenario.name, Verdict.ERROR, reason=f"{type(error).__name__}: {_one_line(error)}")
         errors = errors_of(steps, self.uncached, self.reference)
-        corruption = self._corruption(scenario, steps, errors)
+        wrong = self._wrong(errors)
+        wrong_once_more: list[Place] = []
+        reason = None
+        if self.runs_once_more or (wrong and self.knows_rounding):
+            try:
+                wrong_once_more = self._wrong_once_more(scenario)
+            except Exception as error:
+                dtype = dtype_name(self.reference_decoder.dtype)
+                reason = f"cannot be run in {dtype}: {type(error).__name__}: {_one_line(error)}"
+        corruption = None
+        if wrong_once_more:
+            bound = ROUNDING_LIMIT[self.reference_decoder.dtype]
+            corruption = self._corruption(scenario, self.reference_decoder, wrong_once_more[0], bound)
+        elif wrong:
+            corruption = self._corruption(scenario, self.decoder, wrong[0], rounding_bound(errors, self.decoder.dtype))
         if corruption is not None:
             verdict = Verdict.CORRUPT
         elif self.decoder.is_lossy:
@@ -147,39 +178,32 @@ class _Verification:
             errors.largest_uncached,
             loss_of(steps, self.reference) if self.decoder.is_lossy else None,
             corruption,
+            reason,
         )
 
-    def _corruption(self, scenario: Scenario, steps: list[Step], errors: Errors) -> Corruption | None:
-        wrong = self._wrong(errors)
-        wrong_exactly = self._wrong_exactly(scenario) if wrong or self.needs_exact_run else []
-        if wrong_exactly:
-            place, decoder, bound = wrong_exactly[0], self.exact, EXACT[self.exact.dtype]
-        elif wrong:
-            place, decoder, bound = wrong[0], self.decoder, FACTOR * max(errors.largest_uncached, EXACT[torch.float64])
-        else:
-            return None
-        layer = first_wrong_layer(decoder, lambda decoder: scenario.run(decoder, self.texts), place, bound)
-        cause = likely_cause(self.case, scenario.name)
-        return Corruption(place.step, place.row, place.token, layer, cause)
-
     def _wrong(self, errors: Errors) -> list[Place]:
-        if self.has_exact_run:
+        if self.knows_rounding:
             return beyond_rounding(errors, self.decoder, self.reference)
-        wrong = errors.above(self._lossy_bound)
-        if self._lossy_bound == LARGEST_LOSS:
-            self._lossy_bound = min(LARGEST_LOSS, FACTOR * errors.largest_cached)
-        return wrong
+        return errors.above(self._lossy_bound)
 
-    def _wrong_exactly(self, scenario: Scenario) -> list[Place]:
-        if not self.has_exact_run:
-            return []
+    @cached_property
+    def _lossy_bound(self) -> float:
+        """What may be lost where it is not known how rows are rounded: four times what the first scenario loses."""
         try:
-            steps = scenario.run(self.exact, self.texts)
-        except Exception:  # what runs in its own dtype alone is judged there alone
-            return []
+            steps = SCENARIOS[0].run(self.decoder, self.texts)
+        except Exception:  # which its own finding tells
+            return LARGEST_LOSS
+        return min(LARGEST_LOSS, FACTOR * errors_of(steps, self.uncached, self.reference).largest_cached)
+
+    def _wrong_once_more(self, scenario: Scenario) -> list[Place]:
+        steps = scenario.run(self.reference_decoder, self.texts)
         errors = errors_of(steps, self.rounded_reference, self.rounded_reference)
         # Some models give NaN for padding in float64 alone (their mask's -1.8e308 is -inf in a float32 softmax).
-        return errors.above(EXACT[self.exact.dtype], count_nan=False)
+        return errors.above(ROUNDING_LIMIT[self.reference_decoder.dtype], count_nan=False)
+
+    def _corruption(self, scenario: Scenario, decoder: Decoder, place: Place, bound: float) -> Corruption:
+        layer = first_wrong_layer(decoder, lambda decoder: scenario.run(decoder, self.texts), place, bound)
+        return Corruption(place.step, place.row, place.token, layer, likely_cause(self.case, scenario))
 
 
 def _one_line(error: Exception) -> str:

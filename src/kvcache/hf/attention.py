@@ -6,12 +6,11 @@ read; a layer that does something with them gets them decoded instead, from then
 """
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
@@ -23,11 +22,7 @@ from kvcache.hf.deferred import content_of, source_of
 from kvcache.hf.guard import check_model
 from kvcache.hf.layers import StoredRows
 from kvcache.hf.masks import MaskRule, mask_of_rule
-from kvcache.hf.versions import CACHE_ARGUMENT
 from kvcache.storage.model_config import decoder_config
-
-if TYPE_CHECKING:
-    from kvcache.hf.cache import ModelCache
 
 NAME = "kvcache"
 # What attention functions are handed that does not change what is computed.
@@ -111,17 +106,6 @@ def borrowed_attention(model: PreTrainedModel) -> Iterator[None]:
 def attention_is_exchangeable(model: PreTrainedModel) -> bool:
     """Whether the model looks up its attention by name."""
     return bool(model._can_set_attn_implementation())
-
-
-def attention_reads_store(model: PreTrainedModel, cache: "ModelCache") -> bool:
-    """Run one token with an empty cache, which takes it, and see whether attention reads the store in every layer."""
-    if not attention_is_exchangeable(model):
-        return False
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with borrowed_attention(model), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a layer that touches its keys warns
-        model(token, use_cache=True, **{CACHE_ARGUMENT: cache})
-    return not any(layer.is_touched for layer in cache.layers)
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:

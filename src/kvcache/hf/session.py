@@ -9,23 +9,26 @@ nothing, the states before can be gone back to, and a session and its fork may s
 """
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+import torch
 from transformers import PreTrainedModel
 
 from kvcache.checks import check_int
 from kvcache.errors import InvalidTypeError, InvalidValueError
-from kvcache.hf.attention import attention_reads_store, borrowed_attention
+from kvcache.hf.attention import attention_is_exchangeable, borrowed_attention
 from kvcache.hf.cache import ModelCache, cache_for
 from kvcache.hf.detokenize import Detokenizer
 from kvcache.hf.guard import check_decoder_only
 from kvcache.hf.prompt import Prompt
 from kvcache.hf.stepwise import stepwise
 from kvcache.hf.turn import Request, Turn, Usage, tokens_of
+from kvcache.hf.versions import CACHE_ARGUMENT
 from kvcache.storage.codecs import StorageLike
 
 UNDO_DEPTH = 4  # earlier states that are kept; where forks are copies, one
@@ -82,7 +85,7 @@ class Session:
             raise InvalidTypeError(f"tokenizer is a {type(tokenizer).__name__}; expected a transformers tokenizer")
         cache = cache_for(model, storage=storage, block_size=check_int("block_size", block_size, minimum=1))
         assert isinstance(cache, ModelCache)
-        self._is_fused = attention_reads_store(model, cache.fork())
+        self._is_fused = _attention_reads_store(model, cache.fork())
         if not self._is_fused:
             cache = cache_for(model, storage=storage)
             assert isinstance(cache, ModelCache)
@@ -221,3 +224,14 @@ class Session:
                 self._keep(turn)
                 raise
             self._keep(turn)
+
+
+def _attention_reads_store(model: PreTrainedModel, cache: ModelCache) -> bool:
+    """Run one token with an empty cache, which takes it, and see whether attention reads the store in every layer."""
+    if not attention_is_exchangeable(model):
+        return False
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with borrowed_attention(model), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a layer that touches its keys warns
+        model(token, use_cache=True, **{CACHE_ARGUMENT: cache})
+    return not any(layer.is_touched for layer in cache.layers)

@@ -447,7 +447,7 @@ def test_bad_constructor_arguments_are_named(all_models, tokenizer):
     model = all_models["llama"]
     for act, error, message in (
         (lambda: Session("llama", tokenizer), InvalidTypeError, "model is a str"),
-        (lambda: Session(bart(), tokenizer), InvalidValueError, "model is a BartForCon.*, an encoder-decoder"),
+        (lambda: Session(bart(), tokenizer), InvalidTypeError, "model is a BartForCon.*, an encoder-decoder"),
         (lambda: Session(model, None), InvalidTypeError, "tokenizer is a NoneType"),
         (lambda: Session(model, tokenizer, block_size=0), InvalidValueError, "block_size is 0"),
         (lambda: Session(model, tokenizer, block_size=None), InvalidTypeError, "block_size is a NoneType"),

@@ -58,6 +58,8 @@ def test_json_holds_what_people_see(capsys, tiny):
         (["--cache", "nothing"], "cache is 'nothing'; expected kvcache, dynamic, static or package.module:factory"),
         (["--cache", "no_package:make"], "cache is 'no_package:make', which cannot be imported: No module named"),
         (["--cache", "tests.verify.faulty_caches:not_a_cache"], "the cache factory returned a dict; expected"),
+        (["--cache", "tests.verify.faulty_caches:raises"], "raised RuntimeError: no luck"),
+        (["--cache", "tests.verify.faulty_caches:of_one_argument"], "raised TypeError: of_one_argument() takes 1"),
         (["--cache", "static", "--storage", "int8"], "storage is given with cache = 'static'; it belongs to"),
         (["--storage", "int3"], "--storage is 'int3'"),
         (["--lossy"], "is_lossy is given with cache = 'kvcache'; it belongs to"),
@@ -69,6 +71,12 @@ def test_wrong_arguments_end_with_status_2_and_one_line(capsys, tiny, arguments,
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("kvcache: error:") == 1
+
+
+def test_names_are_printed_as_they_are(capsys, tiny):
+    status, out, _ = kvcache(capsys, "verify", "--model", "m[bold]x[/red]", "--cache", "dynamic")
+    assert status == 0
+    assert out.startswith("m[bold]x[/red] with DynamicCache")
 
 
 def test_help_teaches(capsys):

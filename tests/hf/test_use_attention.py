@@ -111,6 +111,27 @@ def test_undoing_restores_every_configuration():
         assert after == before
 
 
+def test_of_several_the_last_to_end_gives_the_attention_back():
+    model = llama()
+    first, second = use_attention(model), use_attention(model)
+    first.undo()
+    first.undo()
+    assert model.config._attn_implementation == "kvcache"
+    second.undo()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_attention_set_meanwhile_stays():
+    model = llama()
+    fused = use_attention(model)
+    model.set_attn_implementation("eager")
+    inner = use_attention(model)
+    inner.undo()
+    assert model.config._attn_implementation == "eager"
+    fused.undo()
+    assert model.config._attn_implementation == "eager"
+
+
 def test_an_exception_undoes_it():
     model = llama()
     with pytest.raises(KeyError), use_attention(model):

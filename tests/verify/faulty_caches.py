@@ -59,6 +59,17 @@ class OverwrittenRows(StaticLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
 
+class RoundedRows(DynamicLayer):
+    """Right: each row is rounded to 8 bits by itself."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        rounded = []
+        for rows in (key_states, value_states):
+            scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
+            rounded.append((rows / scale).round() * scale)
+        return super().update(*rounded, *args, **kwargs)
+
+
 class FrozenScale(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
@@ -82,6 +93,14 @@ def factory(layer_class):
         return Cache(layers=[layer_class() for _ in windows])
 
     return make
+
+
+def raises(model, max_tokens):
+    raise RuntimeError("no luck")
+
+
+def of_one_argument(model):
+    return Cache(layers=[])
 
 
 def not_a_cache(model, max_tokens):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache.verify import HuggingFaceDecoder, Verdict, verify
-from tests.hf.tiny_models import gpt2, llama, mistral
+from tests.hf.tiny_models import gpt2, llama, mistral, mixtral
 from tests.verify import faulty_caches
 from tests.verify.faulty_decoder import FAULTS, FaultyDecoder
 
@@ -72,3 +72,76 @@ def test_heads_that_move_on_by_one_are_crossed_too():
 
     model = llama(torch.float32, num_key_value_heads=4)
     assert causes_found(verify(HuggingFaceDecoder(model, faulty_caches.factory(Rolled)))) == {"crossed heads"}
+
+
+def cropped_for_the_first_row_only(layer, tokens_to_remove):
+    k, v = layer.keys.clone(), layer.values.clone()
+    DynamicLayer.crop(layer, tokens_to_remove)
+    length = layer.keys.shape[2]
+    layer.keys[1:], layer.values[1:] = k[1:, :, -length:], v[1:, :, -length:]
+
+
+class FirstRowCropped(DynamicLayer):
+    crop = cropped_for_the_first_row_only
+
+
+class FirstRowSaved(DynamicLayer):
+    def __reduce__(self):
+        rows = self.keys[:1].expand_as(self.keys).clone(), self.values[:1].expand_as(self.values).clone()
+        return _layer_of, rows
+
+
+def _layer_of(k, v):
+    layer = DynamicLayer()
+    layer.update(k, v)
+    return layer
+
+
+class FlippedCopy(DynamicLayer):
+    def __deepcopy__(self, memo):
+        return _layer_of(self.keys.flip(0), self.values.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "scenarios"),
+    [
+        (FirstRowCropped, ["rollback and retry"]),
+        (FirstRowSaved, ["fork", "save and restore"]),  # a deep copy goes the same way
+        (FlippedCopy, ["fork"]),
+    ],
+)
+def test_a_fault_in_a_later_row_of_the_batch_is_found_and_no_cause_made_up(layer_class, scenarios):
+    report = verify(HuggingFaceDecoder(llama(torch.float32), faulty_caches.factory(layer_class)))
+    corrupt = {finding.scenario: finding.corruption for finding in report.findings if finding.corruption}
+    assert list(corrupt) == scenarios, str(report)
+    assert {corruption.cause for corruption in corrupt.values()} <= {None, "stale rows after rollback"}
+
+
+def test_beams_that_are_reordered_the_wrong_way_round_are_swapped():
+    class Inverse(DynamicLayer):
+        def reorder_cache(self, beam_idx):
+            super().reorder_cache(beam_idx.argsort())
+
+    report = verify(HuggingFaceDecoder(llama(torch.float32), faulty_caches.factory(Inverse)))
+    assert causes_found(report) == {"rows swapped in a batch"}, str(report)
+
+
+@pytest.mark.parametrize(("window", "kept"), [(4, 3), (5, 3), (6, 3), (9, 8)])
+def test_windows_of_any_length_are_told(window, kept):
+    class Short(DynamicSlidingWindowLayer):
+        def __init__(self, sliding_window):
+            super().__init__(kept)
+
+    report = verify(HuggingFaceDecoder(mistral(torch.float32, window=window), faulty_caches.factory(Short)))
+    assert causes_found(report) == {"window bound"}, str(report)
+
+
+@pytest.mark.parametrize(("make_model", "seed"), [(llama, 1), (llama, 4), (mixtral, 0), (mixtral, 1)])
+def test_a_right_lossy_cache_of_ones_own_gives_no_alarm(make_model, seed):
+    report = verify(
+        HuggingFaceDecoder(
+            make_model(torch.bfloat16, seed), faulty_caches.factory(faulty_caches.RoundedRows), is_lossy=True
+        ),
+        seed=seed,
+    )
+    assert report.is_right, str(report)

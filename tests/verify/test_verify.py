@@ -18,7 +18,7 @@ from kvcache import (
     PagedCache,
 )
 from kvcache.verify import Decoder, HuggingFaceDecoder, Verdict, verification, verify
-from tests.hf.tiny_models import bart, llama
+from tests.hf.tiny_models import bart, gpt2, llama
 from tests.verify.faulty_caches import CrossedHeads, factory
 from tests.verify.faulty_decoder import FaultyDecoder
 
@@ -175,6 +175,13 @@ def test_dropout_is_off_meanwhile():
 def test_a_vocabulary_of_one():
     report = verify(HuggingFaceDecoder(llama(torch.float32, vocab_size=1, bos_token_id=0)))
     assert report.is_right, str(report)
+
+
+def test_a_model_with_few_positions_gets_shorter_texts():
+    report = verify(HuggingFaceDecoder(gpt2(torch.float32, n_positions=30)))
+    assert report.is_right, str(report)
+    with pytest.raises(InvalidValueError, match="the decoder takes 20 tokens; expected at least 24"):
+        verify(HuggingFaceDecoder(gpt2(torch.float32, n_positions=20)))
 
 
 def test_an_exception_is_an_error_and_not_corruption():

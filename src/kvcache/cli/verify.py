@@ -95,12 +95,13 @@ def verify(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
-        task = progress.add_task("", total=len(SCENARIOS), completed=-1)  # a name is told when its scenario begins
+        task = progress.add_task("", total=len(SCENARIOS))
+        names = [scenario.name for scenario in SCENARIOS]
         report = run(
             decoder,
             texts=texts,
             subject=_subject(model, cache, storage, attention),
-            progress=lambda name: progress.update(task, advance=1, description=name),
+            progress=lambda name: progress.update(task, completed=names.index(name), description=name),
         )
     if as_json:
         print(report.as_json())
@@ -126,8 +127,9 @@ def _print(report: "Report") -> None:
         scenario, verdict, *rest = cells(finding)
         table.add_row(scenario, Text(verdict, style=STYLES.get(verdict, "dim")), *map(Text, rest))
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 140  # nobody's lines to keep to
+    console.width = (
+        max(console.width, 90) if console.is_terminal else 140
+    )  # a table cut off says less than one that wraps
     console.print(Text(report.title), end="\n\n")
     console.print(table)
     console.print(f"\n[{'bold' if report.is_right else 'bold red'}]{report.summary}.[/]")

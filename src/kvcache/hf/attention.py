@@ -7,8 +7,6 @@ read; a layer that does something with them gets them decoded instead, from then
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,17 +27,51 @@ NAME = "kvcache"
 HARMLESS = {"cache_position", "logits_to_keep", "output_attentions", "position_ids", "tokenizer", "use_cache"}
 
 
-class FusedAttention:
-    """What `use_attention` has changed; as a context manager it takes it back at the end."""
+class _Exchange:
+    """The attention that a model had before, while one or more `FusedAttention`s hold this one in its place."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.num_holders = 0
         self._before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
         _set_attention(model)
 
     def undo(self) -> None:
-        """Give the model the attention back that it had before."""
+        """Give the attention back, but where another one has been set since."""
         for config, before in self._before:
-            config._attn_implementation_internal = before
+            if config._attn_implementation_internal == NAME:
+                config._attn_implementation_internal = before
+
+
+_exchanges: "weakref.WeakKeyDictionary[PreTrainedModel, _Exchange]" = weakref.WeakKeyDictionary()
+_exchanging = threading.RLock()  # a stream of a session that is collected meanwhile undoes its own
+
+
+class FusedAttention:
+    """What `use_attention` has changed; as a context manager it takes it back at the end.
+
+    Of several for one model, in whatever order they end, the last one gives the model its attention back.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        with _exchanging:
+            exchange = _exchanges.get(model)
+            if (
+                exchange is None
+                or exchange.num_holders == 0
+                or decoder_config(model.config)._attn_implementation != NAME
+            ):
+                exchange = _exchanges[model] = _Exchange(model)
+            exchange.num_holders += 1
+        self._exchange: _Exchange | None = exchange
+
+    def undo(self) -> None:
+        """Let the model have the attention again that it had before, unless others hold this one still."""
+        with _exchanging:
+            exchange, self._exchange = self._exchange, None
+            if exchange is not None:
+                exchange.num_holders -= 1
+                if exchange.num_holders == 0:
+                    exchange.undo()
 
     def __enter__(self) -> Self:
         return self
@@ -80,27 +112,6 @@ def use_attention(model: PreTrainedModel) -> FusedAttention:
             "use_attention"
         )
     return FusedAttention(model)
-
-
-_borrowed: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, FusedAttention]]" = weakref.WeakKeyDictionary()
-_borrowing = threading.Lock()
-
-
-@contextmanager
-def borrowed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """`use_attention` for the time of a block; of blocks that overlap, in any order, the last to end takes it back."""
-    with _borrowing:
-        number, fused = _borrowed.get(model) or (0, use_attention(model))
-        _borrowed[model] = number + 1, fused
-    try:
-        yield
-    finally:
-        with _borrowing:
-            number, fused = _borrowed.pop(model)
-            if number > 1:
-                _borrowed[model] = number - 1, fused
-            else:
-                fused.undo()
 
 
 def attention_is_exchangeable(model: PreTrainedModel) -> bool:

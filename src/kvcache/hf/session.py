@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from kvcache.checks import check_int
 from kvcache.errors import InvalidTypeError, InvalidValueError
-from kvcache.hf.attention import attention_is_exchangeable, borrowed_attention
+from kvcache.hf.attention import attention_is_exchangeable, use_attention
 from kvcache.hf.cache import ModelCache, cache_for
 from kvcache.hf.detokenize import Detokenizer
 from kvcache.hf.guard import check_decoder_only
@@ -183,6 +183,12 @@ class Session:
                 )
             self._state = self._earlier.pop()
 
+    def __copy__(self) -> Self:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()  # independent; the model is the same
+
     def __repr__(self) -> str:
         num_tokens = self._state.get_seq_length()
         return f"{type(self).__name__}({type(self.model).__name__}, {num_tokens} tokens, {self.nbytes} bytes)"
@@ -198,7 +204,7 @@ class Session:
 
     @contextmanager
     def _turn(self, request: Request) -> Iterator[Turn]:
-        with self._alone(), borrowed_attention(self.model) if self._is_fused else nullcontext():
+        with self._alone(), use_attention(self.model) if self._is_fused else nullcontext():
             # With nothing in common the empty one is taken, which has no rows to fork; else the newest that can serve.
             yield Turn(request, [self._empty, self._state, *reversed(self._earlier)])
 
@@ -231,7 +237,7 @@ def _attention_reads_store(model: PreTrainedModel, cache: ModelCache) -> bool:
     if not attention_is_exchangeable(model):
         return False
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with borrowed_attention(model), torch.no_grad(), warnings.catch_warnings():
+    with use_attention(model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a layer that touches its keys warns
         model(token, use_cache=True, **{CACHE_ARGUMENT: cache})
     return not any(layer.is_touched for layer in cache.layers)

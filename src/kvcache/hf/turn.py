@@ -98,13 +98,23 @@ class Turn:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"]:
-        """ "length" for as many tokens as were allowed, else "stop": an end token, a stop string, or a time limit."""
-        options, config = self.request.options, self.request.model.generation_config
-        limit = options.get("max_new_tokens", config.max_new_tokens)
-        if limit is None and (length := options.get("max_length", config.max_length)) is not None:
+        """Whether an end token, a stop string or a criterion of the caller's ended it, or a limit (tokens, time)."""
+        if self.new_ids[-1] in self._end_ids or self._ends_with_stop_string:
+            return "stop"
+        limit = self._option("max_new_tokens")
+        if limit is None and (length := self._option("max_length")) is not None:
             limit = length - len(self.request.ids)
-        is_short = limit is not None and len(self.new_ids) < limit  # ended by a stop string, for instance
-        return "stop" if is_short or self.new_ids[-1] in self._end_ids else "length"
+        is_short = limit is not None and len(self.new_ids) < limit
+        return "stop" if is_short and self._option("max_time") is None else "length"
+
+    @property
+    def _ends_with_stop_string(self) -> bool:
+        strings = self._option("stop_strings") or ()
+        text = self.request.tokenizer.decode(self.new_ids)
+        return any(string in text for string in ((strings,) if isinstance(strings, str) else strings))
+
+    def _option(self, name: str) -> Any:
+        return self.request.options.get(name, getattr(self.request.model.generation_config, name, None))
 
     @property
     def _end_ids(self) -> list[int]:

@@ -21,6 +21,7 @@ class Decoder(ABC):
         module: holds all weights; `forward` must use `self.module`, as copies of it in other dtypes are run too.
         vocab_size: token ids are below it.
         windows: the windows of the sliding layers, in tokens, if there are any.
+        max_tokens: tokens that the model has positions for; None: any number.
         is_lossy: whether stored rows are rounded on purpose (quantised).
 
     Example: see "Your own model" in docs/verify.md.
@@ -29,6 +30,7 @@ class Decoder(ABC):
     module: nn.Module
     vocab_size: int
     windows: tuple[int, ...] = ()
+    max_tokens: int | None = None
     is_lossy: bool = False
 
     @abstractmethod

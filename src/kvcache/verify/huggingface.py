@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcache.checks import check_bool
-from kvcache.errors import InvalidTypeError, InvalidValueError, NotSupportedError, RollbackError
+from kvcache.errors import InvalidTypeError, InvalidValueError, KVCacheError, NotSupportedError, RollbackError
 from kvcache.hf import ModelCache, cache_for, use_attention
 from kvcache.hf.guard import check_decoder_only
 from kvcache.hf.versions import CACHE_ARGUMENT
@@ -77,6 +77,7 @@ class HuggingFaceDecoder(Decoder):
         self._factory = _factory(cache, self.storage, attention)
         config = decoder_config(model.config)
         self.vocab_size = config.vocab_size
+        self.max_tokens = getattr(config, "max_position_embeddings", None)
         try:
             windows = layer_windows(config)
         except InvalidValueError as error:
@@ -107,7 +108,14 @@ class HuggingFaceDecoder(Decoder):
 
     def new_cache(self, batch_size: int, capacity: int) -> _Held:
         """Return an empty cache of the kind that is verified."""
-        cache = self._factory(self.module, capacity)
+        try:
+            cache = self._factory(self.module, capacity)
+        except KVCacheError:
+            raise
+        except Exception as error:
+            raise InvalidValueError(
+                f"the cache factory, called with a model and {capacity} tokens, raised {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(cache, Cache):
             raise InvalidTypeError(
                 f"the cache factory returned a {type(cache).__name__}; expected a transformers Cache"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache.verify.decoder import Decoder
-from kvcache.verify.trial import Step, Text, Uncached
+from kvcache.verify.trial import Step, Text, Texts, as_stored
 
 FACTOR = 4.0
 FLOOR_ULPS = 4
@@ -88,7 +88,7 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     return error / max(float(expected.norm()), torch.finfo(torch.float32).tiny)
 
 
-def errors_of(steps: Sequence[Step], uncached: Uncached, reference: Uncached) -> Errors:
+def errors_of(steps: Sequence[Step], uncached: Texts, reference: Texts) -> Errors:
     """Hold every output of a run, and that of the uncached run of the same text, against a reference."""
     uncached.prepare(steps)
     reference.prepare(steps)
@@ -102,7 +102,7 @@ def errors_of(steps: Sequence[Step], uncached: Uncached, reference: Uncached) ->
     return Errors(places, torch.tensor(cached_errors), torch.tensor(uncached_errors), bits_equal)
 
 
-def loss_of(steps: Sequence[Step], reference: Uncached) -> Loss:
+def loss_of(steps: Sequence[Step], reference: Texts) -> Loss:
     """Return what a lossy run lost."""
     divergences, agreements = [], []
     for place, output in outputs_of(steps):
@@ -118,7 +118,7 @@ def rounding_bound(errors: Errors, dtype: torch.dtype) -> float:
     return FACTOR * max(errors.largest_uncached, FLOOR_ULPS * torch.finfo(dtype).eps)
 
 
-def beyond_rounding(errors: Errors, decoder: Decoder, reference: Uncached) -> list[Place]:
+def beyond_rounding(errors: Errors, decoder: Decoder, reference: Texts) -> list[Place]:
     """Return the places of a run in the decoder's own dtype where rounding does not explain the error."""
     suspects = errors.above(rounding_bound(errors, decoder.dtype))
     if not suspects:
@@ -126,7 +126,7 @@ def beyond_rounding(errors: Errors, decoder: Decoder, reference: Uncached) -> li
     found = dict(zip(errors.places, errors.cached.tolist(), strict=True))
     by_rounding = dict.fromkeys({place.text for place in suspects}, 0.0)
     for seed in range(NUDGES):
-        nudged = Uncached(_nudged(decoder, seed))
+        nudged = as_stored(_nudged(decoder, seed))
         for text in sorted(by_rounding, key=len, reverse=True):
             error = relative_error(nudged.output(text), reference.output(text))
             by_rounding[text] = max(by_rounding[text], error)

@@ -10,7 +10,7 @@ from torch import nn
 
 from kvcache.verify.decoder import Decoder
 from kvcache.verify.judge import Place, relative_error
-from kvcache.verify.trial import Step, Uncached
+from kvcache.verify.trial import Step, as_stored
 
 BEFORE_THE_FIRST = -1
 
@@ -24,7 +24,7 @@ def first_wrong_layer(decoder: Decoder, run: Callable[[Decoder], list[Step]], pl
     if not decoder.layers():
         return None
     with _recording(decoder) as uncached:
-        Uncached(decoder).run(place.text)
+        as_stored(decoder).run(place.text)
     counted = _Forwards(decoder)
     step = run(counted.decoder)[place.step]
     with _recording(decoder) as cached:

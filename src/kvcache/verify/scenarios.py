@@ -68,39 +68,40 @@ def batch(decoder: Decoder, texts: list[Text]) -> list[Step]:
 
 
 def rollback_and_retry(decoder: Decoder, texts: list[Text]) -> list[Step]:
-    """A draft, dropped, and other tokens in its place; in a short text where a window lets no longer one go."""
+    """A draft, dropped, and other tokens in its place; in short texts where a window lets no longer one go."""
     try:
-        return _rollback_and_retry(decoder, texts[0], texts[1])
+        return _rollback_and_retry(decoder, texts)
     except NotSupportedError:
         longest = min(decoder.windows, default=0) - 1  # tokens of which a window lets none go
         if longest < 4:
             raise
-        return _rollback_and_retry(decoder, texts[0][:longest], texts[1])
+        return _rollback_and_retry(decoder, [text[:longest] for text in texts])
 
 
-def _rollback_and_retry(decoder: Decoder, text: Text, other: Text) -> list[Step]:
-    drafted = min(4, len(text) // 3)
-    middle = len(text) - drafted
-    trial = Trial(decoder, capacity=len(text))
-    trial.feed(text[: middle - 1])
-    trial.decode(other[:drafted])  # a draft, rejected
+def _rollback_and_retry(decoder: Decoder, texts: list[Text]) -> list[Step]:
+    first, second, draft = texts
+    drafted = min(4, len(first) // 3)
+    middle = len(first) - drafted
+    trial = Trial(decoder, 2, capacity=len(first))
+    trial.feed(first[: middle - 1], second[: middle - 1])
+    trial.decode(draft[:drafted], draft[drafted:][:drafted])  # rejected
     trial.rollback(drafted)
-    trial.feed(text[middle - 1 : middle + 1])
+    trial.feed(first[middle - 1 : middle + 1], second[middle - 1 : middle + 1])
     trial.rollback(1)
-    trial.decode(text[middle : middle + drafted])
+    trial.decode(first[middle:], second[middle:])
     return trial.steps
 
 
 def fork(decoder: Decoder, texts: list[Text]) -> list[Step]:
-    """Two continuations of one prompt, in turns."""
-    text, other = texts[:2]
-    middle = len(text) // 2 + 1
-    trial = Trial(decoder, capacity=len(text))
-    trial.feed(text[:middle])
+    """Two continuations of each of two prompts, in turns."""
+    first, second, other = texts
+    middle = len(first) // 2 + 1
+    trial = Trial(decoder, 2, capacity=len(first))
+    trial.feed(first[:middle], second[:middle])
     branch = trial.fork()
-    for token, other_token in zip(text[middle:][:DECODED], other[:DECODED], strict=False):
-        trial.feed([token])
-        branch.feed([other_token])
+    for tokens in zip(first[middle:][:DECODED], second[middle:], other, strict=False):
+        trial.feed(tokens[:1], tokens[1:2])
+        branch.feed(tokens[2:], tokens[:1])
     return trial.steps
 
 
@@ -111,6 +112,8 @@ def window_wrap_around(decoder: Decoder, texts: list[Text]) -> list[Step]:
     steps: list[Step] = []
     for window in decoder.windows:
         text = text_of_length(texts, window + 2 * DECODED)
+        if decoder.max_tokens is not None and len(text) > decoder.max_tokens:
+            raise NotSupportedError(f"the model takes {decoder.max_tokens} tokens, {len(text)} were needed")
         for first, chunk in ((max(1, window - 3), 1), (window, 2), (window + 2, 3)):
             trial = Trial(decoder, capacity=len(text), steps=steps)
             trial.feed(text[:first])
@@ -150,13 +153,13 @@ def full_cache(decoder: Decoder, texts: list[Text]) -> list[Step]:
 
 
 def save_and_restore(decoder: Decoder, texts: list[Text]) -> list[Step]:
-    """A saved cache goes on, and so does the original."""
-    text, other = texts[:2]
-    trial = Trial(decoder, capacity=len(text))
-    trial.feed(text[:-DECODED])
+    """A saved cache of two texts goes on, and so does the original."""
+    first, second, other = texts
+    trial = Trial(decoder, 2, capacity=len(first))
+    trial.feed(first[:-DECODED], second[:-DECODED])
     restored = trial.saved_and_restored()
-    trial.decode(other[:2])
-    restored.decode(text[-DECODED:])
+    trial.decode(other[:2], first[:2])
+    restored.decode(first[-DECODED:], second[-DECODED:])
     return trial.steps
 
 

@@ -1,6 +1,6 @@
 """One run of a scenario: what was fed to a decoder with a cache, which texts that made, and what came out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,15 +108,11 @@ def text_of_length(texts: Sequence[Text], length: int) -> Text:
     return (joined * (length // len(joined) + 1))[:length]
 
 
-class Uncached:
-    """What a decoder says of texts without a cache; a text is run once, with all texts that it begins with.
+class Texts:
+    """What a decoder says of whole texts; a text is run once, with all texts that it begins with."""
 
-    With `through_codec` keys and values are rounded as the decoder's cache rounds them, where that is known.
-    """
-
-    def __init__(self, decoder: Decoder, *, through_codec: bool = True) -> None:
-        self.decoder = decoder
-        self.through_codec = through_codec
+    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+        self._run, self._device = run, device
         self._known: dict[Text, torch.Tensor] = {}
 
     def prepare(self, steps: Sequence[Step]) -> None:
@@ -135,8 +131,24 @@ class Uncached:
 
     def run(self, text: Text) -> torch.Tensor:
         """Run one text; return its outputs (T, V), on the CPU."""
-        tokens = torch.tensor([text], device=self.decoder.device)
-        outputs = self.decoder.forward_through_codec(tokens) if self.through_codec else None
-        if outputs is None:
-            outputs = self.decoder.forward(tokens)
-        return outputs[0].detach().cpu()
+        return self._run(torch.tensor([text], device=self._device))[0].detach().cpu()
+
+
+def uncached(decoder: Decoder) -> Texts:
+    """Return what a decoder says of texts without a cache."""
+    return Texts(decoder.forward, decoder.device)
+
+
+def as_stored(decoder: Decoder) -> Texts:
+    """Return what it says without a cache of texts whose keys and values are rounded as its cache rounds them.
+
+    Where it is not known how a cache rounds, each text is given to a new one, all at once.
+    """
+
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        outputs = decoder.forward_through_codec(tokens)
+        if outputs is not None:
+            return outputs
+        return decoder.forward(tokens, decoder.new_cache(*tokens.shape) if decoder.is_lossy else None)
+
+    return Texts(run, decoder.device)

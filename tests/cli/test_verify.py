@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import torch
@@ -23,12 +24,14 @@ def test_smollm2_is_right(capsys, smollm2):
     assert status == 0, out
     lines = [line.rstrip() for line in out.splitlines()]
     assert lines[0] == (
-        "smollm2 with kvcache.hf.cache_for (storage int8, use_attention) in float32, against float64 without a cache"
+        "smollm2 with kvcache.hf.cache_for (storage int8, use_attention) in float32: "
+        "largest errors against float64 without a cache"
     )
+    assert lines[2].split() == ["scenario", "verdict", "cached", "uncached"]
     assert lines[3].startswith("prefill, then decode  lossy as configured")
     assert lines[3].endswith("%")
     assert lines[-1] == "10 of 10 scenarios are right, 1 not run."
-    assert "Traceback" not in err
+    assert err.splitlines()[-1] == "save and restore (11 of 11)"
 
 
 def test_corruption_ends_with_status_1_and_says_where_and_why(capsys, tiny):
@@ -71,6 +74,16 @@ def test_wrong_arguments_end_with_status_2_and_one_line(capsys, tiny, arguments,
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("kvcache: error:") == 1
+
+
+def test_a_factory_may_be_in_the_current_directory(capsys, tiny, tmp_path, monkeypatch):
+    (tmp_path / "my_caches.py").write_text(
+        "from transformers import DynamicCache\n\n\ndef make(model, max_tokens):\n    return DynamicCache()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    status, out, _ = kvcache(capsys, "verify", "--cache", "my_caches:make")
+    assert status == 0, out
 
 
 def test_names_are_printed_as_they_are(capsys, tiny):

@@ -15,7 +15,12 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 4, 2, 8, 2
 # The cause that has to be named, and ways in which it happens.
 FAULTS = {
     "position offset": ("one too far", "one too few", "from zero again", "the same for a whole chunk"),
-    "mask alignment": ("chunk aligned on the left", "chunk sees its future", "padding is seen"),
+    "mask alignment": (
+        "chunk aligned on the left",
+        "all aligned on the left",
+        "chunk sees its future",
+        "padding is seen",
+    ),
     "window bound": ("one token too many", "one token too few"),
     "unmasked tail": ("all slots",),
     "stale rows after rollback": ("rows stay", "nothing happens"),
@@ -158,7 +163,9 @@ class FaultyDecoder(Decoder):
         if self.has("window bound"):
             window += 1 if self.way == "one token too many" else -1
         visible = _visible(queries, num_rows, window)
-        if self.has("mask alignment", "chunk aligned on the left") and num_new > 1:
+        if self.has("mask alignment", "all aligned on the left") or (
+            self.has("mask alignment", "chunk aligned on the left") and num_new > 1
+        ):
             visible = _visible(torch.arange(num_new), num_rows, window)
         if self.has("mask alignment", "chunk sees its future") or self.has("unmasked tail"):
             visible = torch.ones_like(visible) if start > 0 or self.has("unmasked tail") else visible

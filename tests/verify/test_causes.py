@@ -55,6 +55,30 @@ def test_learned_positions_are_told_apart_too():
     assert report.findings[0].corruption.layer == -1  # what goes into the first layer is wrong already
 
 
+class LearnedPositions(FaultyDecoder):
+    """Positions are added to the tokens, one too far when decoding."""
+
+    def __init__(self):
+        super().__init__()
+        self.module.positions = torch.nn.Embedding(64, 32)
+
+    def _run(self, tokens, cache, padding):
+        past = 0 if cache is None else cache.length
+        padding = torch.zeros(len(tokens), dtype=torch.int64) if padding is None else padding
+        positions = past + torch.arange(tokens.shape[1]) - padding[:, None] + (past > 0)
+        added = self.module.positions(positions.clamp(0, 63))
+        hook = self.module.embedding.register_forward_hook(lambda module, args, output: output + added)
+        try:
+            return super()._run(tokens, cache, padding)
+        finally:
+            hook.remove()
+
+
+def test_learned_positions_of_a_decoder_of_ones_own_are_told_by_the_layer():
+    report = verify(LearnedPositions())
+    assert causes_found(report) == {"position offset"}, str(report)
+
+
 def test_a_fault_in_the_last_layer_alone_is_named_and_placed():
     def make(model, max_tokens):
         return Cache(layers=[DynamicLayer(), faulty_caches.KeysForValues()])

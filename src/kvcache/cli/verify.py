@@ -1,5 +1,7 @@
 """`kvcache verify`: is a cache of a model right, and if not, what is wrong with it?"""
 
+import os
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,15 +51,19 @@ def verify(
         str,
         typer.Option(
             help="Whose cache: [bold]kvcache[/bold] (this package's), [bold]dynamic[/bold] or [bold]static[/bold] "
-            "(transformers'), or [bold]package.module:factory[/bold]: factory(model, max_tokens) returns an empty one."
+            "(transformers'), or [bold]package.module:factory[/bold], sought in this directory too: "
+            "factory(model, max_tokens) returns an empty one."
         ),
     ] = "kvcache",
     storage: Annotated[
         str | None,
-        typer.Option(help="How a kvcache keeps keys and values: bfloat16, int8, int8/int4 ...; default: the --dtype."),
+        typer.Option(
+            help="Of --cache kvcache: how rows are kept: bfloat16, int8, int8/int4 ...; default: the --dtype."
+        ),
     ] = None,
     attention: Annotated[
-        bool, typer.Option("--attention", help="Attend straight from the store, over blocks (use_attention).")
+        bool,
+        typer.Option("--attention", help="With --cache kvcache: attention reads the cache as it is stored, in blocks."),
     ] = False,
     lossy: Annotated[
         bool, typer.Option("--lossy", help="The factory's cache rounds what it keeps on purpose.")
@@ -70,9 +76,18 @@ def verify(
 ) -> None:
     """Hold a model's cache against a run without one, in everything that people do with a cache.
 
-    Each scenario is [green]exact[/green], differs by [green]rounding[/green], is [green]lossy as configured[/green],
-    or is [red]CORRUPT[/red]: then with the token and the layer where it goes wrong, and the likely cause. The status is
-    1 if any scenario is corrupt or ends with an error.
+    For each scenario the table says how far its outputs are from a reference without one, and whether that is right:
+
+    [green]exact[/green], [green]rounding[/green], [green]lossy as configured[/green]: it is.
+
+    [red]CORRUPT[/red]: at which token and from which layer on it is wrong, and the likely cause.
+
+    [red]ERROR[/red]: the model or its cache raised an exception.
+
+    [dim]not run[/dim]: they have no way to do that.
+
+    The exit status is 0 if nothing is wrong, 1 after CORRUPT or ERROR, 2 for wrong arguments. The default model takes
+    one to three minutes. More in docs/verify.md.
     """
     dtype = dtype_name(check_dtype("--dtype", dtype))
     if storage is not None:
@@ -82,10 +97,14 @@ def verify(
         from kvcache import hf  # first, as it says what to install where transformers is missing
         from kvcache.verify import HuggingFaceDecoder
         from kvcache.verify import verify as run
+        from kvcache.verify.huggingface import import_factory
         from kvcache.verify.scenarios import SCENARIOS
 
+        sys.path.insert(0, os.getcwd())  # where a factory is likely to be
+        factory = import_factory(cache) if ":" in cache else cache
+
         loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
-        decoder = HuggingFaceDecoder(loaded.model, cache, storage=storage, attention=attention, is_lossy=lossy)
+        decoder = HuggingFaceDecoder(loaded.model, factory, storage=storage, attention=attention, is_lossy=lossy)
         texts = [loaded.tokenizer(passage)["input_ids"] for passage in PASSAGES]
     columns = (
         SpinnerColumn(),
@@ -97,11 +116,18 @@ def verify(
     with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
         task = progress.add_task("", total=len(SCENARIOS))
         names = [scenario.name for scenario in SCENARIOS]
+        width = max(map(len, names))
+
+        def tell(name: str) -> None:
+            progress.update(task, completed=names.index(name), description=name.ljust(width))
+            if not messages.is_terminal:
+                print(f"{name} ({names.index(name) + 1} of {len(names)})", file=sys.stderr, flush=True)
+
         report = run(
             decoder,
             texts=texts,
             subject=_subject(model, cache, storage, attention),
-            progress=lambda name: progress.update(task, completed=names.index(name), description=name),
+            progress=tell,
         )
     if as_json:
         print(report.as_json())
@@ -120,16 +146,17 @@ def _subject(model: str, cache: str, storage: str | None, attention: bool) -> st
 def _print(report: "Report") -> None:
     from kvcache.verify.report import HEADINGS, cells
 
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        print(report)
+        return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for heading in HEADINGS:
-        table.add_column(heading, justify="right" if "error" in heading else "left", no_wrap=heading != "")
+        table.add_column(heading, justify="right" if "cached" in heading else "left", no_wrap=heading != "")
     for finding in report.findings:
         scenario, verdict, *rest = cells(finding)
         table.add_row(scenario, Text(verdict, style=STYLES.get(verdict, "dim")), *map(Text, rest))
-    console = Console(highlight=False)
-    console.width = (
-        max(console.width, 90) if console.is_terminal else 140
-    )  # a table cut off says less than one that wraps
+    console.width = max(console.width, 80)  # a table cut off says less than one that wraps
     console.print(Text(report.title), end="\n\n")
     console.print(table)
     console.print(f"\n[{'bold' if report.is_right else 'bold red'}]{report.summary}.[/]")

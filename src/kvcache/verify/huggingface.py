@@ -114,7 +114,7 @@ class HuggingFaceDecoder(Decoder):
             raise
         except Exception as error:
             raise InvalidValueError(
-                f"the cache factory, called with a model and {capacity} tokens, raised {type(error).__name__}: {error}"
+                f"the cache factory raised {type(error).__name__}: {error}; it is called as factory(model, max_tokens)"
             ) from error
         if not isinstance(cache, Cache):
             raise InvalidTypeError(
@@ -207,13 +207,22 @@ def _factory(cache: str | CacheFactory, storage: Storage | None, attention: bool
         return lambda model, tokens: StaticCache(config=model.config, max_cache_len=tokens)
     if ":" not in cache:
         raise InvalidValueError(f"cache is {cache!r}; expected kvcache, dynamic, static or package.module:factory")
-    module_name, _, name = cache.partition(":")
+    return import_factory(cache)
+
+
+def import_factory(path: str) -> CacheFactory:
+    """Return the function that "package.module:factory" names.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: it cannot be imported, or is no function.
+    """
+    module_name, _, name = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), name)
     except Exception as error:
-        raise InvalidValueError(f"cache is {cache!r}, which cannot be imported: {error}") from error
+        raise InvalidValueError(f"cache is {path!r}, which cannot be imported: {error}") from error
     if not callable(factory):
-        raise InvalidTypeError(f"cache is {cache!r}, which is a {type(factory).__name__}; expected a function")
+        raise InvalidTypeError(f"cache is {path!r}, which is a {type(factory).__name__}; expected a function")
     made: CacheFactory = factory
     return made
 

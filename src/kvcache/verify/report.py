@@ -80,7 +80,7 @@ class Report:
     @property
     def title(self) -> str:
         """What was verified, and against what."""
-        return f"{self.subject} in {self.dtype}, against {self.reference}"
+        return f"{self.subject} in {self.dtype}: largest errors against {self.reference}"
 
     @property
     def is_right(self) -> bool:
@@ -124,7 +124,7 @@ class Report:
         return "\n".join([self.title, "", *lines, "", f"{self.summary}."])
 
 
-HEADINGS = ("scenario", "verdict", "cached error", "uncached error", "")
+HEADINGS = ("scenario", "verdict", "cached", "uncached", "")  # the errors with a cache and without
 
 
 def cells(finding: Finding) -> tuple[str, ...]:
@@ -139,7 +139,11 @@ def cells(finding: Finding) -> tuple[str, ...]:
 
 
 def _line(row: Iterable[str], widths: list[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    scenario, verdict, *errors, note = (
+        cell.rjust(width) if column in (2, 3) else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return "  ".join([scenario, verdict, *errors, note]).rstrip()
 
 
 def _finite(data: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from kvcache.verify.judge import (
     loss_of,
     rounding_bound,
 )
-from kvcache.verify.layers import first_wrong_layer
+from kvcache.verify.layers import BEFORE_THE_FIRST, first_wrong_layer
 from kvcache.verify.report import Corruption, Finding, Report, Verdict
 from kvcache.verify.scenarios import DECODED, SCENARIOS, Scenario
 from kvcache.verify.trial import Text, as_stored, uncached
@@ -205,7 +205,10 @@ class _Verification:
             layer = first_wrong_layer(decoder, lambda decoder: scenario.run(decoder, self.texts), place, bound)
         except Exception:  # of a decoder that does not do the same again
             layer = None
-        return Corruption(place.step, place.row, place.token, layer, likely_cause(self.case, scenario))
+        cause = likely_cause(self.case, scenario)
+        if cause is None and layer == BEFORE_THE_FIRST:
+            cause = "position offset"  # before the first layer there are tokens and, in some models, positions
+        return Corruption(place.step, place.row, place.token, layer, cause)
 
 
 def _one_line(error: Exception) -> str:

@@ -305,20 +305,3 @@ def test_a_model_with_attention_of_its_own_is_refused_and_has_a_cache_all_the_sa
         use_attention(model)
     assert model.config._attn_implementation != attention.NAME
     assert torch.equal(generate(model, ids_of(6)), generate(model, ids_of(6), "no"))
-
-
-def test_attention_that_overlapping_blocks_borrow_is_given_back_by_the_last():
-    model = llama()
-    before = model.config._attn_implementation
-    first, second = attention.borrowed_attention(model), attention.borrowed_attention(model)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert model.config._attn_implementation == attention.NAME
-    second.__exit__(None, None, None)
-    assert model.config._attn_implementation == before
-    with use_attention(model):
-        with attention.borrowed_attention(model):
-            pass
-        assert model.config._attn_implementation == attention.NAME
-    assert model.config._attn_implementation == before

@@ -86,8 +86,9 @@ def verify(
 
     [dim]not run[/dim]: they have no way to do that.
 
-    The exit status is 0 if nothing is wrong, 1 after CORRUPT or ERROR, 2 for wrong arguments. The default model takes
-    one to three minutes. More in docs/verify.md.
+    The exit status is 0 if nothing is wrong, 1 after CORRUPT or ERROR, 2 for wrong arguments.
+
+    The default model takes one to three minutes. More in docs/verify.md.
     """
     dtype = dtype_name(check_dtype("--dtype", dtype))
     if storage is not None:

@@ -3,17 +3,15 @@
 import functools
 import math
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvcache.checks import check_dtype, dtype_name
+from kvcache.cli.progress import progress_bar
 from kvcache.cli.prompt import encode, fitting_new_tokens, read_prompt
 from kvcache.errors import InvalidValueError
 from kvcache.storage.codecs import check_storage
@@ -159,8 +157,9 @@ def generate(
     printer.finish()
     second = None
     if compare:
-        with _progress_bar(messages, "Again, without a cache", len(first.token_ids)) as advance:
-            second = generate_once(use_cache=False, on_token=advance)
+        with progress_bar(messages) as bar:
+            task = bar.add_task("Again, without a cache", total=len(first.token_ids))
+            second = generate_once(use_cache=False, on_token=lambda _: bar.advance(task))
 
     result = report.Report(model, dtype, torch.get_num_threads(), printer.text, first, second)
     if as_json:
@@ -189,11 +188,3 @@ class _Printer:
         self.text += piece
         if not self._silent:
             print(piece, end="", flush=True)
-
-
-@contextmanager
-def _progress_bar(console: Console, description: str, total: int) -> Iterator[Callable[[object], None]]:
-    columns = (SpinnerColumn(), TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda _: progress.advance(task)

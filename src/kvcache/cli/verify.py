@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvcache.checks import check_dtype, dtype_name
+from kvcache.cli.progress import progress_bar
 from kvcache.storage.codecs import check_storage
 
 if TYPE_CHECKING:
@@ -107,14 +107,7 @@ def verify(
         loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
         decoder = HuggingFaceDecoder(loaded.model, factory, storage=storage, attention=attention, is_lossy=lossy)
         texts = [loaded.tokenizer(passage)["input_ids"] for passage in PASSAGES]
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
+    with progress_bar(messages) as progress:
         task = progress.add_task("", total=len(SCENARIOS))
         names = [scenario.name for scenario in SCENARIOS]
         width = max(map(len, names))

@@ -39,7 +39,7 @@ class HuggingFaceDecoder(Decoder):
     """A transformers model that can generate, with a cache.
 
     Args:
-        model: a decoder-only model in eval mode.
+        model: a decoder-only model.
         cache: "kvcache" (`kvcache.hf.cache_for`), "dynamic" or "static" (transformers' own), "package.module:factory"
             or a function: `factory(model, max_tokens)` returns an empty `transformers.Cache`.
         storage: how a "kvcache" keeps rows; default: as they come.

@@ -152,7 +152,7 @@ class _Verification:
         except NotSupportedError as error:
             return Finding(scenario.name, Verdict.NOT_RUN, reason=_one_line(error))
         except Exception as error:
-            return Finding(scenario.name, Verdict.ERROR, reason=f"{type(error).__name__}: {_one_line(error)}")
+            return Finding(scenario.name, Verdict.ERROR, reason=_raised(error))
         errors = errors_of(steps, self.uncached, self.reference)
         wrong = self._wrong(errors)
         wrong_once_more: list[Place] = []
@@ -161,8 +161,7 @@ class _Verification:
             try:
                 wrong_once_more = self._wrong_once_more(scenario)
             except Exception as error:
-                dtype = dtype_name(self.reference_decoder.dtype)
-                reason = f"cannot be run in {dtype}: {type(error).__name__}: {_one_line(error)}"
+                reason = f"cannot be run in {dtype_name(self.reference_decoder.dtype)}: {_raised(error)}"
         corruption = None
         if wrong_once_more:
             bound = ROUNDING_LIMIT[self.reference_decoder.dtype]
@@ -209,6 +208,10 @@ class _Verification:
         if cause is None and layer == BEFORE_THE_FIRST:
             cause = "position offset"  # before the first layer there are tokens and, in some models, positions
         return Corruption(place.step, place.row, place.token, layer, cause)
+
+
+def _raised(error: Exception) -> str:
+    return f"{type(error).__name__}: {_one_line(error)}"
 
 
 def _one_line(error: Exception) -> str:

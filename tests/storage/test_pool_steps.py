@@ -294,9 +294,9 @@ def test_ids_come_in_many_forms(tokens):
     assert (first.tokens, second.tokens) == ([1, 11, 12], [2, 3, 13, 14])
 
 
-def test_ids_are_any_numbers_of_64_bits():
+def test_ids_are_any_numbers_of_63_bits():
     pool = new_pool()
-    text, ids = pool.new_sequence(), [-1, 0, 2**63 - 1, -(2**63)]
+    text, ids = pool.new_sequence(), [1, 0, 2**63 - 1, 2**62]
     with pool.step([text], [ids]) as step:
         append_layers(step)
     assert text.tokens == ids

@@ -3,13 +3,26 @@
 A block is free, or has at least one holder. A holder is any object, told apart by identity: the block table of a
 sequence, or a step that may have to give a block back to one. How often a block is used is the number of its holders,
 and nothing else counts it.
+
+One holder may be the *keeper*, who holds blocks beyond their use because they may be of use again. A block that only
+the keeper holds is *idle*: it is as good as free, since the keeper lets it go when nothing else is left.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from kvcache.checks import check_int
 from kvcache.errors import InvalidValueError
+
+
+class Keeper(Protocol):
+    """Who holds blocks beyond their use; see the module."""
+
+    def note_idle(self, block: int) -> None:
+        """Take note that nobody else holds this block any more."""
+
+    def let_go(self) -> bool:
+        """Release at least one idle block, and say whether there was one."""
 
 
 class BlockLedger:
@@ -29,11 +42,18 @@ class BlockLedger:
         self.num_blocks = num_blocks
         self._free = list(reversed(range(num_blocks)))  # the next one last
         self._holders: dict[int, set[object]] = {}
+        self._idle: set[int] = set()
+        self._keeper: Keeper | None = None
 
     @property
     def num_free(self) -> int:
         """Blocks without a holder."""
         return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones and idle ones."""
+        return len(self._free) + len(self._idle)
 
     @property
     def holders(self) -> dict[int, frozenset[object]]:
@@ -56,8 +76,18 @@ class BlockLedger:
         """Return how many hold `block`."""
         return len(self._holders.get(block, ()))
 
+    def is_idle(self, block: int) -> bool:
+        """Whether only the keeper holds `block`."""
+        return block in self._idle
+
+    def set_keeper(self, keeper: Keeper) -> None:
+        """Let `keeper`, who holds nothing yet, be the one whose blocks are idle where nobody else holds them."""
+        self._keeper = keeper
+
     def allocate(self, holder: object) -> int:
-        """Give a free block to `holder`; there must be one."""
+        """Give a free block to `holder`, or one that was idle; one must be available."""
+        if not self._free and self._keeper is not None:
+            self._keeper.let_go()
         block = self._free.pop()
         self._holders[block] = {holder}
         return block
@@ -72,6 +102,7 @@ class BlockLedger:
         if holders is None or holder in holders:
             raise InvalidValueError(f"block {block} is {'free' if holders is None else 'held already'}")
         holders.add(holder)
+        self._idle.discard(block)
 
     def release(self, block: int, holder: object) -> None:
         """Take a holder from `block`; the last one frees it.
@@ -85,7 +116,11 @@ class BlockLedger:
         holders.remove(holder)
         if not holders:
             del self._holders[block]
+            self._idle.discard(block)
             self._free.append(block)
+        elif (keeper := self._keeper) is not None and len(holders) == 1 and keeper in holders:
+            self._idle.add(block)
+            keeper.note_idle(block)
 
     def check(self, claims: Iterable[tuple[object, Iterable[int]]]) -> None:
         """Check that each block is free or held, and that the holders are exactly those that `claims` lists.
@@ -107,3 +142,5 @@ class BlockLedger:
                 assert holder not in holders, f"{holder!r} names block {block} twice"
                 holders.add(holder)
         assert claimed == self._holders, f"held are {self._holders}, and named by their holders {claimed}"
+        idle = {block for block, holders in self._holders.items() if holders == {self._keeper}}
+        assert self._idle == idle, f"idle are {sorted(self._idle)}, and held by the keeper alone {sorted(idle)}"

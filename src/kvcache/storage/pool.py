@@ -11,20 +11,34 @@ A block id names the same rows in every layer of its kind.
 
 import copy
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 
 from kvcache.checks import check_device, check_int
-from kvcache.errors import InvalidTypeError
+from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.storage.blocks import BlockStore
 from kvcache.storage.codecs import StorageLike, check_storage
-from kvcache.storage.ledger import BlockLedger
+from kvcache.storage.ledger import BlockLedger, Keeper
 from kvcache.storage.sequence import Sequence
 from kvcache.storage.specs import CacheSpec
 from kvcache.storage.step import Step
 from kvcache.storage.table import BlockTable
 from kvcache.storage.tokens import TokenIds
+
+
+class Observer(Protocol):
+    """Who follows what becomes of a pool's blocks; see `kvcache.prefix`."""
+
+    def committed(self, sequences: list[Sequence]) -> None:
+        """Look at sequences whose new tokens are stored, before windows give back what they have left."""
+
+    def claims(self, kind: str) -> tuple[object, Iterable[int]]:
+        """Return who holds blocks of this kind for the observer, and which."""
+
+    def check(self) -> None:
+        """Check the observer's own books."""
 
 
 class BlockPool:
@@ -84,6 +98,7 @@ class BlockPool:
         )
         self._ledgers = {kind: BlockLedger(count) for kind, count in counts.items()}
         self._sequences: dict[Sequence, None] = {}
+        self.observer: Observer | None = None
 
     @property
     def storage(self) -> str:
@@ -101,6 +116,11 @@ class BlockPool:
         return {kind: ledger.num_free for kind, ledger in self._ledgers.items()}
 
     @property
+    def num_available(self) -> dict[str, int]:
+        """Blocks of each kind that a step can take: free ones, and those that only a `PrefixCache` still holds."""
+        return {kind: ledger.num_available for kind, ledger in self._ledgers.items()}
+
+    @property
     def sequences(self) -> list[Sequence]:
         """The sequences that are not freed."""
         return list(self._sequences)
@@ -116,7 +136,7 @@ class BlockPool:
         return sum(store.nbytes for store in self.stores)
 
     def num_holders(self, block: int, kind: str = "full") -> int:
-        """Return how many sequences hold a block of this kind (an open step counts for one that it copied from).
+        """Return how many hold a block of this kind: sequences, an open step that copied from it, a `PrefixCache`.
 
         Raises:
             InvalidValueError, InvalidTypeError: there is no such block, or no such kind.
@@ -127,10 +147,7 @@ class BlockPool:
 
     def new_sequence(self) -> Sequence:
         """Return an empty sequence; it takes its first block in a step."""
-        tables = {
-            kind: BlockTable(ledger, self.block_size, *self.spec.rule(kind)) for kind, ledger in self._ledgers.items()
-        }
-        return self.adopt(tables, array("q"))
+        return self.adopt(self.new_tables(), array("q"))
 
     def step(self, sequences: list[Sequence], tokens: list[TokenIds] | torch.Tensor) -> Step:
         """Reserve room for new tokens of some sequences, and return the step that stores and attends them.
@@ -159,9 +176,34 @@ class BlockPool:
         for kind, ledger in self._ledgers.items():
             tables = [sequence.table(kind) for sequence in self._sequences]
             claims = [claim for step in self.open_steps for claim in step.reservations[kind].claims]
-            ledger.check([*((table, table.blocks) for table in tables), *claims])
+            kept = [] if self.observer is None else [self.observer.claims(kind)]
+            ledger.check([*((table, table.blocks) for table in tables), *claims, *kept])
         for sequence in self._sequences:
             sequence.check()
+        if self.observer is not None:
+            self.observer.check()
+
+    def observe(self, observer: Observer, keepers: Mapping[str, Keeper]) -> None:
+        """Let somebody know of every commit, and keep blocks of each kind beyond their use.
+
+        Raises:
+            InvalidValueError: the pool has an observer already.
+        """
+        if self.observer is not None:
+            raise InvalidValueError("the pool has a PrefixCache already; expected one for each pool")
+        self.observer = observer
+        for kind, keeper in keepers.items():
+            self._ledgers[kind].set_keeper(keeper)
+
+    def ledger(self, kind: str) -> BlockLedger:
+        """Return who holds which block of one kind."""
+        return self._ledgers[kind]
+
+    def new_tables(self) -> dict[str, BlockTable]:
+        """Return an empty table for each kind."""
+        return {
+            kind: BlockTable(ledger, self.block_size, *self.spec.rule(kind)) for kind, ledger in self._ledgers.items()
+        }
 
     def adopt(self, tables: dict[str, BlockTable], tokens: "array[int]") -> Sequence:
         """Return a new sequence of the pool that owns these tables."""

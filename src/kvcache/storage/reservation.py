@@ -49,17 +49,11 @@ class Reservation:
         requests: for each table itself, the tokens it holds and those to come.
 
     Raises:
-        OutOfBlocksError: too few blocks are free; nothing has changed.
+        OutOfBlocksError: too few blocks are free or idle; nothing has changed.
     """
 
     def __init__(self, kind: str, requests: Iterable[Request]) -> None:
-        plan = list(_plan(requests))  # of (table, new blocks, whether to copy)
-        if plan:
-            needed = _num_blocks(plan)
-            free = plan[0][0].ledger.num_free
-            if needed > free:
-                raise OutOfBlocksError(kind, needed, free)
-        self.growths = [_grow(*entry) for entry in plan]
+        self.growths = [_grow(*entry) for entry in _checked_plan(kind, requests)]
 
     @property
     def copies(self) -> list[tuple[int, int]]:
@@ -82,6 +76,15 @@ class Reservation:
             growth.undo()
 
 
+def check_room(kind: str, requests: Iterable[Request]) -> None:
+    """Check that a `Reservation` of these will find its blocks.
+
+    Raises:
+        OutOfBlocksError: too few blocks are free or idle.
+    """
+    _checked_plan(kind, requests)
+
+
 def num_blocks_needed(requests: Iterable[Request]) -> int:
     """Return how many free blocks a `Reservation` takes."""
     return _num_blocks(_plan(requests))
@@ -89,6 +92,16 @@ def num_blocks_needed(requests: Iterable[Request]) -> int:
 
 def _num_blocks(plan: Iterable[tuple[BlockTable, int, bool]]) -> int:
     return sum(num_new + copies for _, num_new, copies in plan)
+
+
+Plan = list[tuple[BlockTable, int, bool]]  # tables, how many blocks each gets, whether its open one is copied
+
+
+def _checked_plan(kind: str, requests: Iterable[Request]) -> Plan:
+    plan = list(_plan(requests))
+    if plan and (needed := _num_blocks(plan)) > (available := plan[0][0].ledger.num_available):
+        raise OutOfBlocksError(kind, needed, available)
+    return plan
 
 
 def _plan(requests: Iterable[Request]) -> Iterator[tuple[BlockTable, int, bool]]:

@@ -1,7 +1,7 @@
 """One sequence of tokens in a pool: what it has seen, and one block table for each kind of layers."""
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvcache.checks import check_int, check_up_to_seq_len
 from kvcache.errors import InvalidValueError, RollbackError
@@ -10,6 +10,16 @@ from kvcache.storage.table import BlockTable
 if TYPE_CHECKING:
     from kvcache.storage.pool import BlockPool
     from kvcache.storage.step import Step
+
+
+class Lineage(Protocol):
+    """What somebody remembers of where a sequence's blocks come from; see `kvcache.prefix`."""
+
+    def fork(self) -> "Lineage":
+        """Return what is to be remembered of a fork."""
+
+    def shorten(self, length: int) -> None:
+        """Forget what is true of more than the first `length` tokens only."""
 
 
 class Sequence:
@@ -22,6 +32,7 @@ class Sequence:
     def __init__(self, pool: "BlockPool", tables: dict[str, BlockTable], tokens: "array[int]") -> None:
         self.pool = pool
         self.open_step: Step | None = None
+        self.lineage: Lineage | None = None
         self._tables = tables
         self._tokens = tokens
 
@@ -59,7 +70,9 @@ class Sequence:
             InvalidValueError: the sequence is freed, or in an open step.
         """
         self.check_usable()
-        return self.pool.adopt({kind: table.fork() for kind, table in self._tables.items()}, self._tokens[:])
+        other = self.pool.adopt({kind: table.fork() for kind, table in self._tables.items()}, self._tokens[:])
+        other.lineage = None if self.lineage is None else self.lineage.fork()
+        return other
 
     def can_rollback(self, n: int) -> bool:
         """Whether the last `n` tokens can be dropped: there are that many, and windows hold what the rest needs.
@@ -89,6 +102,8 @@ class Sequence:
         del self._tokens[self.seq_len - n :]
         for table in self._tables.values():
             table.shorten(self.seq_len)
+        if self.lineage is not None:
+            self.lineage.shorten(self.seq_len)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens; raises as `rollback` does."""
@@ -110,11 +125,19 @@ class Sequence:
         """Return the block table for the layers of one kind."""
         return self._tables[kind]
 
+    def token_array(self, start: int, stop: int) -> "array[int]":
+        """Return the ids of the tokens from `start` to before `stop`."""
+        return self._tokens[start:stop]
+
     def extend(self, tokens: "array[int]") -> None:
-        """Take new tokens whose rows are in the blocks; give back the blocks behind them, and those windows left."""
+        """Take new tokens whose rows are in the blocks, and give back the blocks behind them."""
         self._tokens.extend(tokens)
         for table in self._tables.values():
             table.shorten(self.seq_len)
+
+    def drop_left_behind(self) -> None:
+        """Give back the blocks that windows have left."""
+        for table in self._tables.values():
             table.drop_left_behind(self.seq_len)
 
     def check(self) -> None:

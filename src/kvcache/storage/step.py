@@ -16,7 +16,7 @@ from kvcache.attention.dispatch import checked_attention
 from kvcache.checks import check_bool, check_int, check_tensor
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.storage.packing import PackedTokens
-from kvcache.storage.reservation import Reservation
+from kvcache.storage.reservation import Reservation, check_room
 from kvcache.storage.sequence import Sequence
 from kvcache.storage.specs import LayerSpec
 from kvcache.storage.tokens import TokenIds, check_tokens
@@ -195,6 +195,12 @@ class Step:
         self._close()
         for sequence, ids, count in zip(self.sequences, self._ids, kept, strict=True):
             sequence.extend(ids[:count])
+        try:
+            if self.pool.observer is not None:
+                self.pool.observer.committed(self.sequences)
+        finally:
+            for sequence in self.sequences:
+                sequence.drop_left_behind()
 
     def abort(self) -> None:
         """Leave everything as it was before the step.
@@ -225,9 +231,14 @@ class Step:
 
     def _reserve(self) -> None:
         pool = self.pool
-        for kind in pool.spec.kinds:
-            requests = zip(self._packing.tables[kind], self._packing.lengths, self.num_tokens, strict=True)
-            self.reservations[kind] = Reservation(kind, requests)
+        requests = {
+            kind: list(zip(tables, self._packing.lengths, self.num_tokens, strict=True))
+            for kind, tables in self._packing.tables.items()
+        }
+        for kind in requests:  # of all kinds first: what makes room lets go of blocks, which cannot be undone
+            check_room(kind, requests[kind])
+        for kind in requests:
+            self.reservations[kind] = Reservation(kind, requests[kind])
         for kind, reservation in self.reservations.items():
             if reservation.copies:
                 sources, targets = zip(*reservation.copies, strict=True)

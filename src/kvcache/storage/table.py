@@ -10,7 +10,7 @@ between the sinks and the window, both look the same in slots as in positions.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvcache.storage.ledger import BlockLedger
 
@@ -54,6 +54,17 @@ class BlockTable:
         """Return the block that takes the next token of a sequence of `length` tokens, None if that is a new one."""
         return self.blocks[-1] if length % self.block_size else None
 
+    def places_needed(self, length: int) -> tuple[range, range]:
+        """Return the places of the blocks that the next token of a sequence of `length` tokens sees rows of.
+
+        The sinks' first, then those of the window; a place counts all blocks, dropped ones included.
+        """
+        end = self.num_blocks_for(length)
+        if self.window is None:
+            return range(0), range(end)
+        first = max(0, length - self.window + 1) // self.block_size
+        return range(min(self.num_sink_blocks, end, first)), range(first, end)
+
     def grow(self, num_blocks: int) -> None:
         """Append new blocks."""
         self.blocks.extend(self.ledger.allocate(self) for _ in range(num_blocks))
@@ -62,6 +73,27 @@ class BlockTable:
         """Release the last blocks."""
         for _ in range(num_blocks):
             self.ledger.release(self.blocks.pop(), self)
+
+    def share(self, blocks: Iterable[int], num_dropped: int) -> None:
+        """Hold these blocks, which others hold, as all that is left of a sequence; the table must be empty."""
+        for block in blocks:
+            self.ledger.retain(block, self)
+            self.blocks.append(block)
+        self.num_dropped = num_dropped
+
+    def block_at(self, place: int) -> int | None:
+        """Return the block at a place, dropped ones counted; None where it was dropped."""
+        if self.num_dropped and place >= self.num_sink_blocks:
+            place -= self.num_dropped
+            return self.blocks[place] if place >= self.num_sink_blocks else None
+        return self.blocks[place]
+
+    def exchange(self, place: int, block: int) -> None:
+        """Put a block that others hold, with the same rows, where another is that was not dropped."""
+        index = place - self.num_dropped if place >= self.num_sink_blocks else place
+        self.ledger.retain(block, self)
+        self.ledger.release(self.blocks[index], self)
+        self.blocks[index] = block
 
     def replace_last(self) -> None:
         """Put a new block in the place of the last one and release that."""
@@ -102,9 +134,7 @@ class BlockTable:
     def fork(self) -> "BlockTable":
         """Return a table of the same blocks, which both hold then."""
         other = BlockTable(self.ledger, self.block_size, self.window, self.sinks)
-        for block in self.blocks:
-            self.ledger.retain(block, other)
-        other.blocks, other.num_dropped = self.blocks[:], self.num_dropped
+        other.share(self.blocks, self.num_dropped)
         return other
 
     def check(self, length: int) -> None:

@@ -16,6 +16,7 @@ from kvcache.errors import (
     RollbackError,
 )
 from kvcache.modules import CausalSelfAttentionWithCache
+from kvcache.prefix import Media, PrefixCache
 from kvcache.step import kv_cache_step
 from kvcache.storage import BlockPool, CacheSpec, KVCache, LayerSpec, PagedCache, Sequence, SlidingWindowCache
 
@@ -29,10 +30,12 @@ __all__ = [
     "KVCache",
     "KVCacheError",
     "LayerSpec",
+    "Media",
     "ModelError",
     "NotSupportedError",
     "OutOfBlocksError",
     "PagedCache",
+    "PrefixCache",
     "RollbackError",
     "Sequence",
     "SlidingWindowCache",

@@ -47,4 +47,4 @@ class ModelError(KVCacheError, OSError):
 
 
 class NotSupportedError(KVCacheError, NotImplementedError):
-    """A decoder or its cache cannot do what is asked for; `kvcache.verify` lists such a scenario as not run."""
+    """A model, or its cache, cannot do what is asked for; `kvcache.verify` lists such a scenario as not run."""

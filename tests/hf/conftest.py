@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from tests.hf.model_files import word_llama, word_tokenizer
 from tests.hf.older_releases import take_caches_as_cache
@@ -16,6 +17,22 @@ def hybrid():
 @pytest.fixture(scope="module")
 def models():
     return {name: make() for name, make in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def softmax_in_float64():
+    """Let eager attention (Gemma 2) keep float64, which it asks its softmax to round to float32.
+
+    There the lowest float64, with which it masks, is an infinity, and makes NaN of padding, which sees nothing.
+    """
+    softmax = torch.nn.functional.softmax
+
+    def unrounded(scores, dim=None, dtype=None):
+        return softmax(scores, dim=dim, dtype=None if scores.dtype == torch.float64 else dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "softmax", unrounded)
+        yield
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from kvcache.hf import cache_for, use_attention
 from tests.hf.runs import assert_same_logits, generate, ids_of, left_padded, logits_of
 from tests.hf.tiny_models import ALL_FAMILIES, ENCODER_DECODERS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "softmax_in_float64")
 
 NEW = 12
 ONCE, TWICE = ids_of(10), ids_of(6).repeat(1, 2)  # the second has something to look up
@@ -58,22 +58,6 @@ def every(*cases):
             if attention != "blocks" or case[0] not in WITHOUT_BLOCKS
         ],
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def softmax_in_float64():
-    """Let eager attention (Gemma 2) keep float64, which it asks its softmax to round to float32.
-
-    There the lowest float64, with which it masks, is an infinity, and makes NaN of padding, which sees nothing.
-    """
-    softmax = torch.nn.functional.softmax
-
-    def unrounded(scores, dim=None, dtype=None):
-        return softmax(scores, dim=dim, dtype=None if scores.dtype == torch.float64 else dtype)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "softmax", unrounded)
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,6 +20,7 @@ from kvcache.hf.deferred import content_of, source_of
 from kvcache.hf.guard import check_model
 from kvcache.hf.layers import StoredRows
 from kvcache.hf.masks import MaskRule, mask_of_rule
+from kvcache.hf.step_layers import StepRows
 from kvcache.storage.model_config import decoder_config
 
 NAME = "kvcache"
@@ -162,9 +163,15 @@ def attention_forward(
 
     Raises:
         InvalidValueError: softcap or sink logits together with an option that is not supported.
+        NotSupportedError: in a step of a pool, any such option.
     """
     others = {name for name, option in kwargs.items() if option is not None and option is not False} - HARMLESS
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if (step_rows := source_of(key, StepRows)) is not None:
+        asked_for = {"dropout": dropout != 0, "is_causal=False": not causal}
+        step_rows.check(value, attention_mask, sliding_window, others | {name for name in asked_for if asked_for[name]})
+        output = step_rows.attend(query, scale=scaling, softcap=softcap, sink_logits=s_aux)
+        return output.transpose(1, 2).contiguous(), None
     rule = _rule(attention_mask, query.shape[2], key, causal, sliding_window)
     if rule is not None and dropout == 0 and not others:
         rows = _stored_rows(key, value, rule)
@@ -181,7 +188,7 @@ def attention_forward(
                 softcap=softcap,
                 sink_logits=s_aux,
             )
-        return output.transpose(1, 2), None
+        return output.transpose(1, 2).contiguous(), None
     if (rows := source_of(key, StoredRows)) is not None:
         rows.layer.warn_decoded(", ".join(sorted(others)) or ("dropout" if dropout else "this mask"))
     key, value, attention_mask = content_of(key), content_of(value), content_of(attention_mask)
@@ -251,4 +258,4 @@ def _masked_attention(
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].masked_fill(sees_nothing, 0.0).to(value.dtype)
     weights = torch.nn.functional.dropout(weights, dropout, module.training)
     output = weights.view(batch, key.shape[1], -1, queries, key.shape[2]) @ value[:, :, None]
-    return output.flatten(1, 2).transpose(1, 2).to(query.dtype)
+    return output.flatten(1, 2).transpose(1, 2).contiguous().to(query.dtype)

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections import Counter
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers import Cache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
@@ -264,19 +264,34 @@ def _layers(
     ]
 
 
-def _warn_about_changing_positions(config: PreTrainedConfig, max_tokens: int | None) -> None:
-    """Warn where the rotary base depends on the length, so that cached keys keep the base of an earlier one."""
+class UnchangedPositions(NamedTuple):
+    """Up to how many tokens rotary positions of this type stay what they are for shorter texts."""
+
+    rope_type: str
+    num_tokens: int
+
+
+def unchanged_positions(config: PreTrainedConfig) -> UnchangedPositions | None:
+    """Return where the rotary base of a decoder begins to depend on the length; None where it never does."""
     parameters = getattr(config, "rope_parameters", None) or {}
+    found = []
     for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         kind = rope.get("rope_type") or ""
-        if kind != "longrope" and "dynamic" not in kind:
-            continue
-        trained = rope["original_max_position_embeddings"] if kind == "longrope" else config.max_position_embeddings
-        if max_tokens is None or max_tokens > trained:
-            warnings.warn(
-                f"rotary positions of type {kind!r} change beyond {trained} tokens, but keys cached "
-                "earlier keep the old ones, so results there differ from a run without a cache; "
-                f"cache_for(model, max_tokens={trained}) stops before",
-                stacklevel=3,
-            )
-            return
+        if kind == "longrope":
+            found.append(UnchangedPositions(kind, rope["original_max_position_embeddings"]))
+        elif "dynamic" in kind:
+            found.append(UnchangedPositions(kind, config.max_position_embeddings))
+    return min(found, key=lambda positions: positions.num_tokens, default=None)
+
+
+def _warn_about_changing_positions(config: PreTrainedConfig, max_tokens: int | None) -> None:
+    """Warn where cached keys keep the rotary base of an earlier length."""
+    unchanged = unchanged_positions(config)
+    if unchanged is not None and (max_tokens is None or max_tokens > unchanged.num_tokens):
+        kind, trained = unchanged
+        warnings.warn(
+            f"rotary positions of type {kind!r} change beyond {trained} tokens, but keys cached "
+            "earlier keep the old ones, so results there differ from a run without a cache; "
+            f"cache_for(model, max_tokens={trained}) stops before",
+            stacklevel=3,
+        )

@@ -188,12 +188,13 @@ def finish_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     if not args:
         return kwargs
-    return kwargs | dict(zip(_parameters_of_forward(type(model).forward), args, strict=False))
+    return kwargs | dict(zip(parameters_of_forward(type(model).forward), args, strict=False))
 
 
 @cache
-def _parameters_of_forward(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]  # without self
+def parameters_of_forward(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a forward's parameters, without self."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _check_belongs(cache: Any, model: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import kvcache
 import kvcache.hf
+import kvcache.prefix
 import kvcache.verify
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,7 @@ def test_python_blocks_run(page):
 
 def test_the_reference_names_everything_public():
     reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    public = [*kvcache.__all__, *kvcache.hf.__all__, *kvcache.verify.__all__]
+    public = [*kvcache.__all__, *kvcache.hf.__all__, *kvcache.prefix.__all__, *kvcache.verify.__all__]
     assert [name for name in public if not re.search(rf"`{name}\b", reference)] == []
 
 

@@ -261,16 +261,27 @@ def test_f5_the_second_of_two_images_counts_too():
     assert run(prefixes, text, media=[first]) == 4
 
 
-def test_f5_an_image_that_is_rolled_back_into_counts_up_to_there():
+@pytest.mark.parametrize(("n", "found"), [(0, 7), (1, 7), (2, 4), (4, 4)])
+def test_f5_a_text_that_goes_back_into_an_image_shares_nothing_more(n, found):
     prefixes = new_cache()
     text = [1, 9, 9, 9, 9, 9, 2]
     sequence, _ = start(prefixes, text, media=[Media(1, 6, b"image")])
-    sequence.rollback(4)
-    check_extend(prefixes.pool, {sequence: [9, 9, 9, 2]})
+    sequence.rollback(n)
+    check_extend(prefixes.pool, {sequence: [*text, 3][7 - n :]})
     prefixes.publish(sequence)
-    assert prefixes.lookup([*text, 0], media=[Media(1, 6, b"image")]).num_tokens == 4
-    assert prefixes.lookup([*text, 0], media=[Media(1, 3, b"image")]).num_tokens == 7
+    assert prefixes.lookup([*text, 0], media=[Media(1, 6, b"image")]).num_tokens == found
     assert prefixes.lookup([*text, 0]).num_tokens == 1
+
+
+def test_f5_an_image_that_is_still_to_come_counts_when_it_comes():
+    prefixes = new_cache()
+    text = [1, 9, 9, 9, 9, 9, 2, 3]
+    sequence = prefixes.acquire(text, media=[Media(1, 6, b"image")])
+    sequence.rollback(0)
+    check_extend(prefixes.pool, {sequence: text[:2]})
+    check_extend(prefixes.pool, {sequence: text[2:]})
+    assert prefixes.lookup(text, media=[Media(1, 6, b"image")]).num_tokens == 7
+    assert prefixes.lookup(text).num_tokens == 1
 
 
 @pytest.mark.parametrize(

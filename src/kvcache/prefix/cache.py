@@ -118,7 +118,7 @@ class PrefixCache:
             num_published=self._kept.num_published,
             num_evicted={kind: self._kept.num_evicted[kind] for kind in self._kept.queues},
             num_kept=self._kept.num_blocks,
-            ends=dict(self._ends),
+            ends={end.value: number for end, number in self._ends.items()},
         )
 
     def acquire(

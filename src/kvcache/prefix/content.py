@@ -65,15 +65,6 @@ def check_media(media: Any, num_tokens: int) -> tuple[Media, ...]:
     return tuple(media)
 
 
-def shortened(media: tuple[Media, ...], length: int) -> tuple[Media, ...]:
-    """Return what is left of the media in the first `length` tokens."""
-    if not media or media[-1].stop <= length:
-        return media
-    return tuple(
-        Media(medium.start, min(medium.stop, length), medium.digest) for medium in media if medium.start < length
-    )
-
-
 class Content:
     """The bytes of a run of tokens, of which any part can be had.
 

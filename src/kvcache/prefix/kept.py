@@ -158,6 +158,6 @@ class KeptBlocks:
 
     def _prune(self, node: Node) -> None:
         """Remove a node, and those before it, that keep nothing and lead nowhere."""
-        while node.parent is not None and not node.kept and not node.children:
+        while node.parent is not None and not node.kept and not node.children and self.index.holds(node):
             self.index.remove(node)
             node = node.parent

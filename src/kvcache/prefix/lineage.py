@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvcache.prefix.content import Media, shortened
+from kvcache.prefix.content import Media
 from kvcache.prefix.index import Node, Root
 
 
@@ -27,8 +27,9 @@ class Lineage:
         return Lineage(self.root, self.node, self.media)
 
     def shorten(self, length: int) -> None:
-        """Forget what is true of more than the first `length` tokens only."""
+        """Take note that all but the first `length` tokens were dropped."""
         while self.node.parent is not None and self.node.stop > length:
             self.node = self.node.parent
-        self.media = shortened(self.media, length)
+        if self.media and self.media[-1].stop > length:  # whether the next tokens stand for a medium, nobody says
+            self.root = None
         self.num_unread = min(self.num_unread, length)

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvcache.prefix.lookup import LookupEnd
-
 
 @dataclass(frozen=True)
 class PrefixStatistics:
@@ -18,7 +16,7 @@ class PrefixStatistics:
         num_published: nodes that came to be kept: whole blocks, and short last ones, with all kinds of layers.
         num_evicted: blocks of each kind that went because room was needed, or by `PrefixCache.evict`.
         num_kept: blocks of each kind that are kept now, in use or not.
-        ends: why no more was found, and how often.
+        ends: why no more was found (see `LookupEnd`), and how often.
     """
 
     num_lookups: int
@@ -28,4 +26,4 @@ class PrefixStatistics:
     num_published: int
     num_evicted: Mapping[str, int]
     num_kept: Mapping[str, int]
-    ends: Mapping[LookupEnd, int]
+    ends: Mapping[str, int]

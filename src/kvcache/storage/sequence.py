@@ -19,7 +19,7 @@ class Lineage(Protocol):
         """Return what is to be remembered of a fork."""
 
     def shorten(self, length: int) -> None:
-        """Forget what is true of more than the first `length` tokens only."""
+        """Take note that all but the first `length` tokens were dropped."""
 
 
 class Sequence:
@@ -102,7 +102,7 @@ class Sequence:
         del self._tokens[self.seq_len - n :]
         for table in self._tables.values():
             table.shorten(self.seq_len)
-        if self.lineage is not None:
+        if n and self.lineage is not None:
             self.lineage.shorten(self.seq_len)
 
     def truncate(self, length: int) -> None:

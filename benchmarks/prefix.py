@@ -28,7 +28,7 @@ from transformers import DynamicCache
 from kvcache import BlockPool, CacheSpec, LayerSpec, PrefixCache, Sequence
 from kvcache.hf import forward_step, load_model, use_attention
 from kvcache.hf.versions import CACHE_ARGUMENT
-from kvcache.prefix.index import PrefixIndex, Root
+from kvcache.prefix.nodes import Root
 
 from .generate_case import TEXT
 from .machine import machine
@@ -101,17 +101,17 @@ def grow_by_texts(num_blocks: int) -> dict[str, float]:
 
 def grow_by_children(num_blocks: int) -> dict[str, float]:
     """Give one parent `num_blocks` children; return the microseconds that one takes to find, to add and to remove."""
-    index, root = PrefixIndex(), Root(b"", b"")
+    root = Root(b"", b"")
     contents = [random.randbytes(8 * 16) for _ in range(num_blocks + 200)]
     waiting, contents = contents[:200], contents[200:]
     for content in sorted(contents):  # each at the end
-        index.add(root, content, 16)
+        root.add(content, 16)
     found = random.choices(contents, k=200)
-    nodes = [index.find(root, content) for content in found[:100]]
+    nodes = [root.child(content) for content in found[:100]]
     return {
-        "lookup_microseconds": seconds(lambda: [index.find(root, content) for content in found]) / 200 * 1e6,
-        "keep_microseconds": seconds(lambda: [index.add(root, content, 16) for content in waiting]) / 200 * 1e6,
-        "evict_microseconds": seconds(lambda: [index.remove(node) for node in {*nodes} if node]) / 100 * 1e6,
+        "lookup_microseconds": seconds(lambda: [root.child(content) for content in found]) / 200 * 1e6,
+        "keep_microseconds": seconds(lambda: [root.add(content, 16) for content in waiting]) / 200 * 1e6,
+        "evict_microseconds": seconds(lambda: [node.remove() for node in {*nodes} if node]) / 100 * 1e6,
     }
 
 

@@ -22,19 +22,21 @@ class CacheFullError(KVCacheError, ValueError):
 
 
 class OutOfBlocksError(CacheFullError):
-    """A pool has fewer free blocks than a step needs; nothing has changed.
+    """A pool has fewer blocks to give than a step needs; nothing has changed.
 
-    Attributes: `kind` of the layers whose blocks are short, blocks `needed`, blocks `free`.
+    Attributes: `kind` of the layers whose blocks are short, blocks `needed`, and blocks `available`: free ones,
+    and those that only a `PrefixCache` holds.
     """
 
-    def __init__(self, kind: str, needed: int, free: int) -> None:
-        super().__init__(kind, needed, free)
-        self.kind, self.needed, self.free = kind, needed, free
+    def __init__(self, kind: str, needed: int, available: int) -> None:
+        super().__init__(kind, needed, available)
+        self.kind, self.needed, self.available = kind, needed, available
 
     def __str__(self) -> str:
         return (
-            f"blocks of the {self.kind} layers: {self.needed} needed for the step, {self.free} free; free sequences, "
-            f"step fewer tokens at once, or create the pool with num_blocks larger by {self.needed - self.free}"
+            f"blocks of the {self.kind} layers: {self.needed} needed for the step, {self.available} available; free "
+            f"sequences, step fewer tokens at once, or create the pool with num_blocks larger by "
+            f"{self.needed - self.available}"
         )
 
 
@@ -44,6 +46,10 @@ class RollbackError(KVCacheError, ValueError):
 
 class ModelError(KVCacheError, OSError):
     """A model could not be found, fetched, checked or loaded."""
+
+
+class EngineClosedError(KVCacheError, RuntimeError):
+    """An engine is closed, or was before a request had ended."""
 
 
 class NotSupportedError(KVCacheError, NotImplementedError):

@@ -111,7 +111,7 @@ def test_what_other_weights_or_positions_computed_is_not_reused(change):
     prefixes = prefixes_of(model)
     assert [run(model, prefixes, SHARED), run(model, prefixes, SHARED)] == [0, 14]
     change(model)
-    assert prefixes.lookup(SHARED).end is LookupEnd.NEW_NAMESPACE
+    assert prefixes.lookup(SHARED).end is LookupEnd.NOTHING_KEPT
     assert [run(model, prefixes, SHARED), run(model, prefixes, SHARED)] == [0, 14]
 
 

@@ -15,6 +15,7 @@ from kvcache import BlockPool, CacheSpec, InvalidValueError, LayerSpec, OutOfBlo
 from kvcache.prefix import Media, PrefixCache, first_in_first_out, least_recently_used
 from kvcache.storage import Step
 from tests.prefix.checked_texts import BLOCK_SIZE, NOWHERE, WINDOW, Origin, Text, content
+from tests.prefix.runs import nodes
 from tests.prefix.state_rows import StateRows, as_heads
 
 FULL = LayerSpec(1, 2, v_head_dim=3)
@@ -52,10 +53,9 @@ class CheckedPrefixes:
     Args:
         layers: which of `SPECS`.
         policy: which of `POLICIES`.
-        all_found: whether what is kept must be found, as where no two keys are equal.
     """
 
-    def __init__(self, layers: str = "mixed", policy: str = "lru", all_found: bool = True) -> None:
+    def __init__(self, layers: str = "mixed", policy: str = "lru") -> None:
         self.spec = SPECS[layers]
         self.num_blocks = {kind: NUM_BLOCKS[kind] for kind in self.spec.kinds}
         self.pool = BlockPool(self.spec, self.num_blocks, BLOCK_SIZE, torch.float64)
@@ -64,7 +64,6 @@ class CheckedPrefixes:
         self.texts: list[Text] = []
         self.steps: list[OpenStep] = []
         self.counts: Counter[str] = Counter()
-        self._all_found = all_found
         self._version = 0
         self._generations = [0] * len(NAMESPACES)
         self._num_lookups = self._num_hits = self._num_tokens = self._num_reused = 0
@@ -159,7 +158,7 @@ class CheckedPrefixes:
             text.shorten(length)
 
     def evict(self, num_blocks: int, kind: str) -> None:
-        _, kept = self.prefixes.claims(kind)
+        kept = self.prefixes._tree.queues[kind].blocks
         idle = set(kept) - self._held(kind)
         assert self.prefixes.evict(num_blocks, kind) == min(num_blocks, len(idle))
         self._note_evictions()
@@ -201,7 +200,7 @@ class CheckedPrefixes:
                 with pytest.raises(OutOfBlocksError) as caught:
                     self.pool.step(sequences, new_ids)
                 error = caught.value
-                assert (error.kind, error.needed, error.free) == (kind, needed, available)
+                assert (error.kind, error.needed, error.available) == (kind, needed, available)
                 assert self._everything() == before
                 self.counts["steps refused"] += 1
                 return None
@@ -293,14 +292,14 @@ class CheckedPrefixes:
         if text.has_gap:  # it may have replaced a block that held less tokens, but had them in all layers
             self._sure.clear()
             text.has_gap = False
-        if self._all_found and length >= text.sure_from:
+        if length >= text.sure_from:
             self._sure.setdefault(text.origin, {}).setdefault(text.content[:length], text.sure_from)
 
     def _sure_length(self, origin: Origin, wanted: tuple[Any, ...], limit: int) -> int:
         """Return how many of the first tokens of a text must be found."""
         if not self.prefixes.enabled:
             return 0
-        all_whole = all(node.kept.keys() == self.num_blocks.keys() for node in self.prefixes._kept.index.nodes)
+        all_whole = all(node.kept.keys() == self.num_blocks.keys() for node in nodes(self.prefixes))
         longest = 0
         for kept, start in self._sure.get(origin, {}).items():
             common = _common(kept, wanted)
@@ -347,14 +346,13 @@ class CheckedPrefixes:
         """Return all that pool and prefix cache know and hold, for comparison with `==`."""
         ledgers = [self.pool.ledger(kind) for kind in self.num_blocks]
         sequences = [text.sequence for text in self.texts]
-        nodes = [
-            (node.key, node.content, [child.content for child in node.children], dict(node.kept))
-            for node in self.prefixes._kept.index.nodes
+        tree = [
+            (node.content, [child.content for child in node.children], dict(node.kept)) for node in nodes(self.prefixes)
         ]
         return (
             [(ledger._free[:], ledger.holders) for ledger in ledgers],
             [(sequence.tokens, [sequence.table(kind).blocks[:] for kind in self.num_blocks]) for sequence in sequences],
-            nodes,
+            tree,
             self.prefixes.statistics,
             [rows.tobytes() for stored in self._stored for rows in stored],
         )
@@ -415,7 +413,7 @@ class CheckedPrefixes:
             self.evict(NUM_BLOCKS[kind], kind)
         self.check()
         assert self.pool.num_free == self.num_blocks
-        assert not self.prefixes._kept.index.nodes
+        assert not nodes(self.prefixes)
 
 
 class _Left(BaseException):

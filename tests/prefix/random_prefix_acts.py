@@ -8,11 +8,10 @@ import random
 import sys
 import time
 from collections import Counter
-from typing import Any
 
 import torch
 
-from kvcache.prefix import Media, keys
+from kvcache.prefix import Media
 from tests.prefix.checked_prefixes import DIGESTS, ENDS, NAMESPACES, POLICIES, SPECS, CheckedPrefixes
 from tests.prefix.checked_texts import Text
 
@@ -126,18 +125,10 @@ def random_act(checked: CheckedPrefixes, rng: random.Random, look: bool = True) 
     return act
 
 
-def weak_digest(num_bits: int) -> Any:
-    """Return a digest of so few bits that many are equal."""
-    digest = keys.digest
-    return lambda data: bytes([digest(data)[0] % (1 << num_bits)])
-
-
-def main(num_acts: int, seed: int, layers: str, policy: str, digest_bits: int | None, look_every: int) -> None:
+def main(num_acts: int, seed: int, layers: str, policy: str, look_every: int) -> None:
     """Do random acts, check everything after each, and report the progress on stderr."""
-    if digest_bits is not None:
-        keys.digest = weak_digest(digest_bits)
     rng, begin = random.Random(seed), time.perf_counter()
-    checked = CheckedPrefixes(layers, policy, all_found=digest_bits is None)
+    checked = CheckedPrefixes(layers, policy)
     done: Counter[str] = Counter()
     for number in range(1, num_acts + 1):
         done[random_act(checked, rng, look=number % look_every == 0)] += 1
@@ -157,8 +148,6 @@ if __name__ == "__main__":
     parser.add_argument("seed", type=int)
     parser.add_argument("--layers", choices=SPECS, default="mixed")
     parser.add_argument("--policy", choices=POLICIES, default="lru")
-    parser.add_argument("--constant-digest", dest="digest_bits", action="store_const", const=0)
-    parser.add_argument("--digest-bits", type=int, help="let keys be so short that many are equal")
     parser.add_argument("--look-every", type=int, default=1, help="check attention in every n-th act only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

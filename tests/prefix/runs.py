@@ -42,6 +42,11 @@ def store(prefixes, tokens, namespace=None, **options):
     return reused
 
 
+def nodes(prefixes):
+    """Return all nodes but the roots."""
+    return [node for root in prefixes._roots.values() for node in root.below()]
+
+
 def kept_blocks(prefixes, kind="full"):
     """Return the ids of the blocks that are kept, in ascending order."""
-    return sorted(prefixes.claims(kind)[1])
+    return sorted(prefixes._tree.queues[kind].blocks)

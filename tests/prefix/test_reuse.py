@@ -263,7 +263,7 @@ def test_statistics_count_what_steps_have_read():
     assert (statistics.num_lookups, statistics.num_hits) == (4, 2)
     assert (statistics.num_tokens, statistics.num_reused) == (5 + 6 + 6 + 6, 5 + 3)
     assert (statistics.num_published, statistics.num_kept, statistics.num_evicted) == (4, {"full": 3}, {"full": 0})
-    assert statistics.ends == {LookupEnd.NEW_NAMESPACE: 1, LookupEnd.WHOLE: 3}
+    assert statistics.ends == {LookupEnd.NOTHING_KEPT: 1, LookupEnd.WHOLE: 3}
     prefixes.acquire([7, 7])
     assert prefixes.statistics.ends[LookupEnd.NOT_KEPT] == 1
     assert "8 of 25 tokens reused" in repr(prefixes)

@@ -4,7 +4,7 @@ import pytest
 
 from kvcache import CacheSpec, LayerSpec
 from kvcache.prefix import LookupEnd
-from tests.prefix.runs import kept_blocks, new_cache, run, start
+from tests.prefix.runs import kept_blocks, new_cache, nodes, run, start
 from tests.storage.pools import MIXED, check_extend
 
 WINDOW = CacheSpec([LayerSpec(num_heads=2, head_dim=4, window=6)])
@@ -90,9 +90,9 @@ def test_a_window_alone_forgets_texts_as_its_blocks_go():
     prefixes = new_cache(spec=WINDOW, num_blocks=6)
     for first in range(0, 500, 50):
         run(prefixes, range(first, first + 30), chunk=4)
-    assert len(prefixes._kept.index) < 20
+    assert len(nodes(prefixes)) < 20
     prefixes.evict(6)
-    assert (len(prefixes._kept.index), len(prefixes._roots)) == (0, 0)
+    assert (len(nodes(prefixes)), len(prefixes._roots)) == (0, 0)
 
 
 def test_a_running_text_whose_window_blocks_all_went_is_published_again():

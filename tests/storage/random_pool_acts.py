@@ -125,7 +125,7 @@ class CheckedPool:
                 with pytest.raises(OutOfBlocksError) as caught:
                     self.pool.step(sequences, new)
                 error = caught.value
-                assert (error.kind, error.needed, error.free) == (kind, needed[kind], free[kind])
+                assert (error.kind, error.needed, error.available) == (kind, needed[kind], free[kind])
                 self.num_refused += 1
                 return None
         last_blocks = {(text, kind): text.sequence.table(kind).blocks[-1:] for text in texts for kind in NUM_BLOCKS}

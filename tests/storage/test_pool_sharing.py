@@ -137,7 +137,7 @@ def test_appending_after_a_rollback_into_a_shared_block_copies_it():
     before = content(pool)
     with pytest.raises(OutOfBlocksError) as caught:
         pool.step([other], [[21]])
-    assert (caught.value.kind, caught.value.needed, caught.value.free) == ("full", 1, 0)
+    assert (caught.value.kind, caught.value.needed, caught.value.available) == ("full", 1, 0)
     assert content(pool) == before
     text.free()
     branch.free()
@@ -260,7 +260,9 @@ def test_out_of_blocks_of_the_second_kind_gives_those_of_the_first_back():
     branch = text.fork()
     before = whole_content(pool)
     for ids in ([[7], [8] * 7], [[7] * 10, [8]]):  # two copies' worth, with and without new blocks
-        with pytest.raises(OutOfBlocksError, match=r"^blocks of the sliding layers: . needed for the step, 1 free; "):
+        with pytest.raises(
+            OutOfBlocksError, match=r"^blocks of the sliding layers: . needed for the step, 1 available"
+        ):
             pool.step([text, branch], ids)
     assert whole_content(pool) == before
     pool.check()

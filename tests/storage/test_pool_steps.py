@@ -370,11 +370,11 @@ def test_two_blocks_of_four_with_seven_tokens_take_one_more_and_not_two():  # ca
     before = whole_content(pool)
     with pytest.raises(OutOfBlocksError) as caught:
         pool.step([text], [[20, 21]])
-    assert (caught.value.kind, caught.value.needed, caught.value.free) == ("full", 1, 0)
+    assert (caught.value.kind, caught.value.needed, caught.value.available) == ("full", 1, 0)
     assert whole_content(pool) == before
     assert pool.open_steps == []
     check_extend(pool, {text: [20]})
-    with pytest.raises(OutOfBlocksError, match=r"^blocks of the full layers: 1 needed for the step, 0 free; free "):
+    with pytest.raises(OutOfBlocksError, match=r"^blocks of the full layers: 1 needed for the step, 0 available"):
         pool.step([neighbour], [[21]])
     pool.check()
 

@@ -95,7 +95,7 @@ def test_a_copy_and_new_blocks_are_counted_together():
     branch = text.fork()
     with pytest.raises(OutOfBlocksError) as caught:
         Reservation("full", [(branch, 6, 7)])
-    assert (caught.value.kind, caught.value.needed, caught.value.free) == ("full", 3, 2)
+    assert (caught.value.kind, caught.value.needed, caught.value.available) == ("full", 3, 2)
 
 
 def test_tables_that_share_nothing_grow_in_place():
@@ -125,8 +125,8 @@ def test_a_copy_for_which_no_block_is_free_is_refused_and_changes_nothing():
     before = state_of(ledger, text, branch)
     with pytest.raises(OutOfBlocksError) as caught:
         Reservation("sliding", [(branch, 7, 1)])
-    assert (caught.value.kind, caught.value.needed, caught.value.free) == ("sliding", 1, 0)
-    assert str(caught.value).startswith("blocks of the sliding layers: 1 needed for the step, 0 free; free sequences")
+    assert (caught.value.kind, caught.value.needed, caught.value.available) == ("sliding", 1, 0)
+    assert str(caught.value).startswith("blocks of the sliding layers: 1 needed for the step, 0 available; free")
     assert state_of(ledger, text, branch) == before
     text.shorten(4)  # then nobody else holds the block
     assert Reservation("sliding", [(branch, 7, 1)]).copies == []
@@ -138,7 +138,7 @@ def test_a_whole_step_is_refused_if_its_last_table_does_not_fit():
     before = state_of(ledger, *tables)
     with pytest.raises(OutOfBlocksError) as caught:
         Reservation("full", [(table, 4, 5) for table in tables])
-    assert (caught.value.needed, caught.value.free) == (6, 3)
+    assert (caught.value.needed, caught.value.available) == (6, 3)
     assert state_of(ledger, *tables) == before
     Reservation("full", [(table, 4, 4) for table in tables])  # exactly what is free
     assert ledger.num_free == 0

@@ -171,7 +171,7 @@ def attention_forward(
         asked_for = {"dropout": dropout != 0, "is_causal=False": not causal}
         step_rows.check(value, attention_mask, sliding_window, others | {name for name in asked_for if asked_for[name]})
         output = step_rows.attend(query, scale=scaling, softcap=softcap, sink_logits=s_aux)
-        return output.transpose(1, 2).contiguous(), None
+        return _as_models_take_it(output), None
     rule = _rule(attention_mask, query.shape[2], key, causal, sliding_window)
     if rule is not None and dropout == 0 and not others:
         rows = _stored_rows(key, value, rule)
@@ -188,7 +188,7 @@ def attention_forward(
                 softcap=softcap,
                 sink_logits=s_aux,
             )
-        return output.transpose(1, 2).contiguous(), None
+        return _as_models_take_it(output), None
     if (rows := source_of(key, StoredRows)) is not None:
         rows.layer.warn_decoded(", ".join(sorted(others)) or ("dropout" if dropout else "this mask"))
     key, value, attention_mask = content_of(key), content_of(value), content_of(attention_mask)
@@ -203,6 +203,11 @@ def attention_forward(
             "which is not supported; use the model's own attention"
         )
     return _masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
+
+
+def _as_models_take_it(output: torch.Tensor) -> torch.Tensor:
+    # (B, H, T, Dv) -> (B, T, H, Dv); some models call view() on it, as transformers' own attention allows.
+    return output.transpose(1, 2).contiguous()
 
 
 def _rule(
@@ -258,4 +263,4 @@ def _masked_attention(
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].masked_fill(sees_nothing, 0.0).to(value.dtype)
     weights = torch.nn.functional.dropout(weights, dropout, module.training)
     output = weights.view(batch, key.shape[1], -1, queries, key.shape[2]) @ value[:, :, None]
-    return output.flatten(1, 2).transpose(1, 2).contiguous().to(query.dtype)
+    return _as_models_take_it(output.flatten(1, 2)).to(query.dtype)

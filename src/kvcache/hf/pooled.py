@@ -40,8 +40,9 @@ def forward_step(model: PreTrainedModel, step: Step) -> torch.Tensor:
         InvalidValueError: the model's attention is not exchangeable, a layer keeps something else than keys and values,
             the pool's layers or its device are others than the model's, the step is over, or positions go beyond those
             from which on the model's rotary tables depend on the length. Nothing has been stored.
-        NotSupportedError: the model makes more of its keys, values or mask than handing them to attention, attends
-            with dropout, or with anything else that a step does not know. The step is to be aborted.
+        NotSupportedError: the model takes no position_ids, or is not causal: nothing has been stored. Or it makes more
+            of its keys, values or mask than handing them to attention, attends with dropout, or with anything else that
+            a step does not know: then the step is to be aborted.
 
     Example::
 
@@ -74,8 +75,7 @@ def forward_step(model: PreTrainedModel, step: Step) -> torch.Tensor:
 def _check_step(step: Any) -> None:
     if not isinstance(step, Step):
         raise InvalidTypeError(f"step is a {type(step).__name__}; expected a Step, which pool.step(...) returns")
-    if not step.is_open:
-        raise InvalidValueError("the step is over; start another with pool.step(...)")
+    step.check_open()
 
 
 def _check_model_takes_steps(model: PreTrainedModel, parameters: tuple[str, ...]) -> None:

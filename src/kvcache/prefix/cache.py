@@ -1,9 +1,9 @@
 """Texts that begin alike share the blocks of their beginning, as long as those are the rows they would compute.
 
-    acquire(tokens)      namespace and weights -> root -> PrefixIndex: the longest path of nodes
+    acquire(tokens)      namespace and weights -> root -> the longest path of nodes
                          -> a Sequence that holds the blocks of that path
-    step.commit()        whole blocks become nodes; windows may leave them, the index keeps them
-    a block is needed    EvictionQueue: of the blocks that only the index holds, the one that the policy says
+    step.commit()        whole blocks become nodes of the PrefixTree; windows may leave them, the tree keeps them
+    a block is needed    EvictionQueue: of the blocks that only the tree holds, the one that the policy says
 
 What is kept is held in the pool's ledger like any sequence's blocks, so nobody writes it, and everybody reads it.
 """
@@ -23,12 +23,12 @@ from kvcache.checks import check_bool, check_int
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.prefix.content import Content, Media, check_media
 from kvcache.prefix.eviction import Policy, least_recently_used
-from kvcache.prefix.index import Node, Root
-from kvcache.prefix.kept import KeptBlocks
 from kvcache.prefix.keys import block_key, encoded, root_key
 from kvcache.prefix.lineage import Lineage
-from kvcache.prefix.lookup import Lookup, LookupEnd, path, usable_length
+from kvcache.prefix.lookup import Lookup, LookupEnd, kept_path, usable_length
+from kvcache.prefix.nodes import Node, Root
 from kvcache.prefix.statistics import PrefixStatistics
+from kvcache.prefix.tree import PrefixTree
 from kvcache.prefix.weights import WeightsGuard
 from kvcache.storage.pool import BlockPool
 from kvcache.storage.sequence import Sequence
@@ -100,12 +100,14 @@ class PrefixCache:
         self.pool = pool
         self.enabled = check_bool("enabled", enabled)
         self._guard = None if model is None else WeightsGuard(model)
-        self._kept = KeptBlocks(pool, policy)
+        self._tree = PrefixTree(pool, policy)
         # Of each namespace and state of the weights; a root lives as long as a node or a sequence is of it.
         self._roots: WeakValueDictionary[tuple[bytes, bytes], Root] = WeakValueDictionary()
+        self._weights = b""
+        self._num_changes = 0
         self._num_lookups = self._num_hits = self._num_tokens = self._num_reused = 0
         self._ends: Counter[LookupEnd] = Counter()
-        pool.observe(self, self._kept.queues)
+        pool.observe(self, self._tree.queues)
 
     @property
     def statistics(self) -> PrefixStatistics:
@@ -115,9 +117,9 @@ class PrefixCache:
             num_hits=self._num_hits,
             num_tokens=self._num_tokens,
             num_reused=self._num_reused,
-            num_published=self._kept.num_published,
-            num_evicted={kind: self._kept.num_evicted[kind] for kind in self._kept.queues},
-            num_kept=self._kept.num_blocks,
+            num_published=self._tree.num_published,
+            num_evicted={kind: self._tree.num_evicted[kind] for kind in self._tree.queues},
+            num_kept=self._tree.num_blocks,
             ends={end.value: number for end, number in self._ends.items()},
         )
 
@@ -144,8 +146,8 @@ class PrefixCache:
                 last.
 
         Raises:
-            InvalidTypeError, InvalidValueError: ids are missing, negative or none; the namespace is no plain data;
-                media overlap or reach beyond the tokens. Nothing has changed.
+            InvalidTypeError, InvalidValueError: ids are missing or negative, or something is no id; the namespace is no
+                plain data; media overlap or reach beyond the tokens. Nothing has changed.
         """
         text = self._text(tokens, namespace, media, max_reused)
         root = self._root(text.namespace)
@@ -177,8 +179,9 @@ class PrefixCache:
         The sequence may go on: its next token then takes a copy of the short block.
 
         Returns:
-            How many nodes came to be kept: 0 if others had computed the same before, or if the sequence's rows may not
-            be shared, since the weights have changed or its namespace was invalidated meanwhile.
+            How many blocks came to be kept, counted once for all kinds of layers: 0 if others had computed the same
+            before, or if the sequence's rows may not be shared, since the weights have changed or its namespace was
+            invalidated meanwhile.
 
         Raises:
             InvalidTypeError: `sequence` is no `Sequence`.
@@ -193,7 +196,7 @@ class PrefixCache:
         return self._publish([sequence], short_too=True)
 
     def evict(self, num_blocks: int, kind: str | None = None) -> int:
-        """Let go of blocks that no sequence uses, in the order of the policy; return of how many.
+        """Let go of blocks that no sequence uses, in the order of the policy; return how many of the kind went.
 
         Args:
             num_blocks: of the kind, at most.
@@ -203,9 +206,9 @@ class PrefixCache:
             InvalidTypeError, InvalidValueError: `num_blocks` is no number >= 0, or there is no such kind.
         """
         num_blocks = check_int("num_blocks", num_blocks, minimum=0)
-        kind = next(iter(self._kept.queues)) if kind is None else kind
+        kind = next(iter(self._tree.queues)) if kind is None else kind
         self.pool.spec.check_kind(kind)
-        queue = self._kept.queues[kind]
+        queue = self._tree.queues[kind]
         return sum(takewhile(bool, (queue.let_go() for _ in range(num_blocks))))
 
     def invalidate(self, namespace: Any = None) -> int:
@@ -225,10 +228,9 @@ class PrefixCache:
                 " of that is left",
                 stacklevel=2,
             )
-        for key, root in found:
-            root.is_valid = False
+        for key, _ in found:
             del self._roots[key]
-        return sum(self._kept.forget(root) for _, root in found)
+        return sum(self._tree.forget(root) for _, root in found)
 
     def keys(self, tokens: TokenIds, namespace: Any = None, *, media: Iterable[Media] = ()) -> list[bytes]:
         """Return the keys of a text's whole blocks, 32 bytes each, the same in every process.
@@ -242,7 +244,7 @@ class PrefixCache:
         """
         text = self._text(tokens, namespace, media, None)
         weights = None if self._guard is None else self._guard.fingerprint()
-        key, size = root_key(self._whole_namespace(text.namespace, weights)), self.pool.block_size
+        key, size = root_key(self._origin(text.namespace, weights)), self.pool.block_size
         content = Content(text.tokens, 0, text.media)
         keys = []
         for start in range(0, len(text.tokens) - size + 1, size):
@@ -261,15 +263,10 @@ class PrefixCache:
                 self._num_hits += 1
                 self._num_reused += lineage.num_unread
                 lineage.num_unread = 0
-            if lineage.root is not None and sequence.seq_len - lineage.node.stop >= self.pool.block_size:
+            if sequence.seq_len - lineage.node.stop >= self.pool.block_size:
                 ready.append(sequence)
         if ready:
             self._publish(ready, short_too=False)
-
-    def claims(self, kind: str) -> tuple[object, Iterable[int]]:
-        """Return who holds the kept blocks of one kind, and which those are; for `BlockPool.check`."""
-        queue = self._kept.queues[kind]
-        return queue, queue.kept
 
     def check(self) -> None:
         """Check the books; called by `BlockPool.check`.
@@ -277,7 +274,7 @@ class PrefixCache:
         Raises:
             AssertionError: they are wrong, which is a fault of this package.
         """
-        self._kept.check()
+        self._tree.check(self._roots.values())
 
     def _text(self, tokens: Any, namespace: Any, media: Any, max_reused: Any) -> _Text:
         ids = check_token_ids("tokens", tokens)
@@ -286,17 +283,23 @@ class PrefixCache:
             limit = min(limit, check_int("max_reused", max_reused, minimum=0))
         return _Text(ids, encoded("namespace", namespace), check_media(media, len(ids)), limit)
 
-    def _weights(self) -> bytes:
-        return b"" if self._guard is None else self._guard.state()
+    def _look_at_weights(self) -> bytes:
+        """Return the state of the weights, and count if it is another one than at the last look."""
+        weights = b"" if self._guard is None else self._guard.state()
+        if weights != self._weights:
+            self._weights = weights
+            self._num_changes += 1
+        return weights
 
     def _root(self, namespace: bytes) -> Root:
-        weights = self._weights()
+        weights = self._look_at_weights()
         root = self._roots.get((namespace, weights))
         if root is None:
-            root = self._roots[namespace, weights] = Root(self._whole_namespace(namespace, weights), weights)
+            root = self._roots[namespace, weights] = Root(namespace, weights)
         return root
 
-    def _whole_namespace(self, namespace: bytes, weights: bytes | str | None) -> bytes:
+    def _origin(self, namespace: bytes, weights: str | None) -> bytes:
+        """Return all that keys and values depend on besides tokens and media, as bytes."""
         spec = self.pool.spec
         layers = [[spec.kind, spec.num_heads, *spec.head_dims, spec.window, spec.sinks] for spec in spec.layers]
         return encoded(
@@ -314,14 +317,14 @@ class PrefixCache:
         if not self.enabled:
             return [], Lookup(0, LookupEnd.SWITCHED_OFF)
         size = self.pool.block_size
-        nodes, found = path(self._kept.index, root, Content(text.tokens, 0, text.media), text.limit, size)
+        nodes, found = kept_path(root, Content(text.tokens, 0, text.media), text.limit, size)
         length = usable_length(nodes, found, self.pool.new_tables(), size)
         if length == text.limit:
             end = LookupEnd.WHOLE
         elif length < found:
             end = LookupEnd.WINDOW
         else:
-            end = LookupEnd.NOT_KEPT if root.children else LookupEnd.NEW_NAMESPACE
+            end = LookupEnd.NOT_KEPT if root.children else LookupEnd.NOTHING_KEPT
         return nodes, Lookup(length, end)
 
     def _sequence(self, text: _Text, root: Root, nodes: list[Node], length: int) -> Sequence:
@@ -332,28 +335,29 @@ class PrefixCache:
         sequence = self.pool.adopt(tables, text.tokens[:length])
         whole = length // self.pool.block_size
         node = nodes[whole - 1] if whole else root
-        sequence.lineage = Lineage(root, node, text.media, length)
+        sequence.lineage = Lineage(root, node, self._num_changes, text.media, length)
         return sequence
 
     def _publish(self, sequences: list[Sequence], short_too: bool) -> int:
         if not self.enabled:
             return 0
-        before, weights = self._kept.num_published, self._weights()
+        before = self._tree.num_published
+        self._look_at_weights()
         for sequence in sequences:
             lineage = sequence.lineage
             assert isinstance(lineage, Lineage)
-            root = lineage.root
-            if root is None:
-                continue
-            if root.is_valid and root.weights == weights:
-                self._kept.keep(sequence, lineage, short_too)
-            else:  # its older rows are not what would be computed now, so that nothing behind them is either
-                lineage.root = None
-        return self._kept.num_published - before
+            # Rows behind a change are not what would be computed anew, nor is anything behind these.
+            is_unchanged = lineage.num_changes == self._num_changes
+            if lineage.may_share and is_unchanged and self._is_valid(lineage.root):
+                self._tree.keep(sequence, lineage, short_too)
+        return self._tree.num_published - before
+
+    def _is_valid(self, root: Root) -> bool:
+        return self._roots.get((root.namespace, root.weights)) is root
 
     def __reduce__(self) -> NoReturn:
         raise InvalidTypeError("a PrefixCache, or a pool that has one, cannot be copied or pickled")
 
     def __repr__(self) -> str:
-        kept = ", ".join(f"{number} {kind} blocks kept" for kind, number in self._kept.num_blocks.items())
+        kept = ", ".join(f"{number} {kind} blocks kept" for kind, number in self._tree.num_blocks.items())
         return f"PrefixCache({kept}, {self._num_reused} of {self._num_tokens} tokens reused)"

@@ -1,7 +1,7 @@
 """Which of the blocks that nobody uses goes first when room is needed.
 
 A policy is a function of a kept block that returns what blocks are sorted by: the lowest goes first, among those that
-may go.
+may go. It is asked when nobody else holds a block any more, so what it returns may not depend on what comes later.
 """
 
 import heapq
@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvcache.prefix.index import Node
+from kvcache.prefix.nodes import Node
 from kvcache.storage.ledger import BlockLedger
 
 
@@ -18,7 +18,7 @@ class KeptBlock:
 
     Attributes:
         block: its id.
-        node: the tokens whose rows it holds.
+        node: the tokens whose rows it holds; `node.stop` is the position behind the last one.
         created: when it was kept first, as a number that only grows.
         last_used: when somebody else let go of it last, likewise.
     """
@@ -69,7 +69,7 @@ class EvictionQueue:
         self._may_go = may_go
         self._evict = evict
         self._clock: Iterator[int] = itertools.count()
-        self.kept: dict[int, KeptBlock] = {}
+        self.blocks: dict[int, KeptBlock] = {}
         # Of each idle block the last entry is true; earlier ones, and those of blocks in use, are passed over.
         self._heap: list[tuple[Any, int, int]] = []  # what the policy says, the entry's number, the block
         self._entries: dict[int, int] = {}  # the last entry of a block
@@ -81,18 +81,18 @@ class EvictionQueue:
     def keep(self, block: int, node: Node) -> KeptBlock:
         """Hold a block that somebody holds."""
         self._ledger.retain(block, self)
-        kept = self.kept[block] = KeptBlock(block, node, next(self._clock))
+        kept = self.blocks[block] = KeptBlock(block, node, next(self._clock))
         return kept
 
     def release(self, kept: KeptBlock) -> None:
         """Let a block go."""
-        del self.kept[kept.block]
+        del self.blocks[kept.block]
         self._entries.pop(kept.block, None)
         self._ledger.release(kept.block, self)
 
     def note_idle(self, block: int) -> None:
         """Take note that nobody else holds this block any more."""
-        kept = self.kept[block]
+        kept = self.blocks[block]
         kept.last_used = next(self._clock)
         self._push(kept)
 
@@ -108,7 +108,7 @@ class EvictionQueue:
             if self._entries.get(block) != entry:
                 continue
             del self._entries[block]
-            kept = self.kept[block]
+            kept = self.blocks[block]
             if self.is_idle(kept) and self._may_go(kept):
                 self._evict(kept)
                 return True
@@ -117,13 +117,13 @@ class EvictionQueue:
     def check(self) -> None:
         """Check that every idle block that may go is waiting for it."""
         waiting = {block for _, entry, block in self._heap if self._entries.get(block) == entry}
-        assert self._entries.keys() == waiting <= self.kept.keys()
-        for block, kept in self.kept.items():
+        assert self._entries.keys() == waiting <= self.blocks.keys()
+        for block, kept in self.blocks.items():
             assert not (self.is_idle(kept) and self._may_go(kept)) or block in waiting, f"{kept} would never go"
 
     def _push(self, kept: KeptBlock) -> None:
         entry = self._entries[kept.block] = next(self._clock)
         heapq.heappush(self._heap, (self._policy(kept), entry, kept.block))
-        if len(self._heap) > 2 * len(self.kept) + 64:
+        if len(self._heap) > 2 * len(self.blocks) + 64:
             self._heap = [item for item in self._heap if self._entries.get(item[2]) == item[1]]
             heapq.heapify(self._heap)

@@ -1,5 +1,7 @@
 """The keys of blocks: digests of all that a block's rows depend on, the same in every process.
 
+Within a process blocks are found without them (`kvcache.prefix.nodes`).
+
     key of a text's first block     digest(parent = root key, content)
     key of the next one             digest(parent = key of the one before, content)
     root key                        digest(format version, namespace)
@@ -40,7 +42,7 @@ def encoded(name: str, value: Any) -> bytes:
     or True.
 
     Raises:
-        InvalidTypeError: it is none, with `name` for where it was given.
+        InvalidTypeError: `value` is no plain data; the message begins with `name`.
     """
     if value is None:
         return _field(b"none", b"")

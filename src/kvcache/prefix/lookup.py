@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvcache.prefix.content import Content
-from kvcache.prefix.index import Node, PrefixIndex
+from kvcache.prefix.nodes import Node
 from kvcache.storage.table import BlockTable
 
 
@@ -15,7 +15,7 @@ class LookupEnd(StrEnum):
     WHOLE = "as many as were asked for"  # by default all but the last, whose logits are wanted
     NOT_KEPT = "the next tokens are not kept"
     WINDOW = "rows that a window needs are not kept"
-    NEW_NAMESPACE = "nothing is kept in this namespace, with the weights as they are"
+    NOTHING_KEPT = "nothing is kept in this namespace, with the weights as they are"
     SWITCHED_OFF = "the prefix cache is switched off"
 
 
@@ -32,7 +32,7 @@ class Lookup:
     end: LookupEnd
 
 
-def path(index: PrefixIndex, root: Node, content: Content, limit: int, block_size: int) -> tuple[list[Node], int]:
+def kept_path(root: Node, content: Content, limit: int, block_size: int) -> tuple[list[Node], int]:
     """Return the nodes that hold the first tokens of a text, and how many tokens those are, at most `limit`.
 
     The last node may hold a part of its block's tokens only.
@@ -41,9 +41,9 @@ def path(index: PrefixIndex, root: Node, content: Content, limit: int, block_siz
     node = root
     while node.stop < limit:
         part = content.part(node.stop, node.stop + block_size)
-        child = index.find(node, part)
-        if child is None or child.stop % block_size:
-            child, count = index.closest(node, part)
+        child = node.child(part)
+        if child is None or child.stop % block_size:  # a part of a block, or a short one
+            child, count = node.closest(part)
             return (nodes, node.stop) if child is None else ([*nodes, child], min(node.stop + count, limit))
         nodes.append(child)
         node = child
@@ -51,11 +51,11 @@ def path(index: PrefixIndex, root: Node, content: Content, limit: int, block_siz
 
 
 def usable_length(nodes: list[Node], length: int, tables: Mapping[str, BlockTable], block_size: int) -> int:
-    """Return of how many of the first `length` tokens every kind of layers has what the next token sees.
+    """Return the largest number of tokens, at most `length`, behind which the next one finds every row that it sees.
 
     Args:
         nodes: those of the tokens.
-        tables: of each kind, for its rule.
+        tables: of each kind of layers, for its rule.
     """
     while True:
         missing = max((_last_missing(nodes, kind, table, length) for kind, table in tables.items()), default=-1)

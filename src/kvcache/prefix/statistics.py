@@ -1,4 +1,4 @@
-"""What a prefix cache has done so far, counted from what steps have really read."""
+"""What a prefix cache has done so far: what was asked for, counted when it was, and what steps have really read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

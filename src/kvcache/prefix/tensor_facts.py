@@ -144,7 +144,7 @@ def _memory(tensor: torch.Tensor) -> Any:
     return flat.view(torch.uint8).cpu().numpy()
 
 
-def content(name: str, tensor: torch.Tensor) -> bytes:
+def bytes_digest(name: str, tensor: torch.Tensor) -> bytes:
     """Return a digest of the dtype, shape and every byte of the tensor, without a copy of it as a whole.
 
     Raises:
@@ -160,7 +160,7 @@ def content(name: str, tensor: torch.Tensor) -> bytes:
     add_field(digest, "dtype", str(tensor.dtype).encode())
     add_field(digest, "shape", repr(list(tensor.shape)).encode())
     for part in inner:
-        add_field(digest, f"part {part}", content(f"{name}.{part}", getattr(tensor, part)))
+        add_field(digest, f"part {part}", bytes_digest(f"{name}.{part}", getattr(tensor, part)))
     if inner:
         add_field(digest, "settings", plain_text(settings, objects=True).encode())
     else:

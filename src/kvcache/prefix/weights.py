@@ -10,7 +10,8 @@ are switched by these) except those that are an int, the training flag, forward 
 the attributes of each module's `config`. A tensor whose elements cannot be read in place (sparse, quantised by torch,
 on the meta device) counts by the rest; a tensor subclass that is made of others counts by those too.
 
-What can still slip through: a write through `.data` that changes none of the sampled elements; an attribute that is an
+What can still slip through: a write through `.data` that changes none of the sampled elements, or to a dtype of less
+than a byte; an attribute that is an
 int, or an object of another type, such as a tensor that is neither parameter nor buffer; code that is replaced while it
 runs, such as a module's `forward`; whatever is changed and changed back between two looks. The fingerprint reads every
 byte, and attributes that are an int as well, but neither hooks nor the training flag.
@@ -28,7 +29,7 @@ from kvcache.errors import InvalidTypeError
 from kvcache.prefix.plain import config_text, plain_attributes, type_name
 from kvcache.prefix.tensor_facts import (
     add_field,
-    content,
+    bytes_digest,
     facts_of,
     facts_there_are,
     is_readable,
@@ -124,7 +125,7 @@ def fingerprint(model: nn.Module) -> str:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for name, tensor in sorted(tensors.items()):
             if id(tensor) not in contents:
-                contents[id(tensor)] = content(name, tensor)
+                contents[id(tensor)] = bytes_digest(name, tensor)
             add_field(digest, "tensor", name.encode())
             add_field(digest, "content", contents[id(tensor)])
     return digest.hexdigest()

@@ -8,7 +8,7 @@ One holder may be the *keeper*, who holds blocks beyond their use because they m
 the keeper holds is *idle*: it is as good as free, since the keeper lets it go when nothing else is left.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 from kvcache.checks import check_int
@@ -17,6 +17,10 @@ from kvcache.errors import InvalidValueError
 
 class Keeper(Protocol):
     """Who holds blocks beyond their use; see the module."""
+
+    @property
+    def blocks(self) -> Collection[int]:
+        """The blocks that it holds."""
 
     def note_idle(self, block: int) -> None:
         """Take note that nobody else holds this block any more."""
@@ -126,7 +130,7 @@ class BlockLedger:
         """Check that each block is free or held, and that the holders are exactly those that `claims` lists.
 
         Args:
-            claims: each holder there should be, and its blocks.
+            claims: each holder there should be besides the keeper, and its blocks.
 
         Raises:
             AssertionError: the books are wrong, which is a fault of this package.
@@ -136,7 +140,8 @@ class BlockLedger:
         assert not free & self._holders.keys(), f"blocks are free and held: {sorted(free & self._holders.keys())}"
         assert free | self._holders.keys() == set(range(self.num_blocks)), "blocks are lost"
         claimed: dict[int, set[object]] = {}
-        for holder, blocks in claims:
+        kept = [] if self._keeper is None else [(self._keeper, self._keeper.blocks)]
+        for holder, blocks in (*claims, *kept):
             for block in blocks:
                 holders = claimed.setdefault(block, set())
                 assert holder not in holders, f"{holder!r} names block {block} twice"

@@ -11,7 +11,7 @@ A block id names the same rows in every layer of its kind.
 
 import copy
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -33,9 +33,6 @@ class Observer(Protocol):
 
     def committed(self, sequences: list[Sequence]) -> None:
         """Look at sequences whose new tokens are stored, before windows give back what they have left."""
-
-    def claims(self, kind: str) -> tuple[object, Iterable[int]]:
-        """Return who holds blocks of this kind for the observer, and which."""
 
     def check(self) -> None:
         """Check the observer's own books."""
@@ -161,9 +158,9 @@ class BlockPool:
                 (T,), or one integer tensor (B, T).
 
         Raises:
-            OutOfBlocksError: too few blocks are free. Nothing has changed.
+            OutOfBlocksError: too few blocks are free, or held by a `PrefixCache` alone. Nothing has changed.
             InvalidValueError, InvalidTypeError: a sequence is freed, in an open step, of another pool or named twice;
-                ids are missing or are none. Nothing has changed.
+                ids are missing, or something is no token id. Nothing has changed.
         """
         return Step(self, sequences, tokens)
 
@@ -176,8 +173,7 @@ class BlockPool:
         for kind, ledger in self._ledgers.items():
             tables = [sequence.table(kind) for sequence in self._sequences]
             claims = [claim for step in self.open_steps for claim in step.reservations[kind].claims]
-            kept = [] if self.observer is None else [self.observer.claims(kind)]
-            ledger.check([*((table, table.blocks) for table in tables), *claims, *kept])
+            ledger.check([*((table, table.blocks) for table in tables), *claims])
         for sequence in self._sequences:
             sequence.check()
         if self.observer is not None:
@@ -190,7 +186,7 @@ class BlockPool:
             InvalidValueError: the pool has an observer already.
         """
         if self.observer is not None:
-            raise InvalidValueError("the pool has a PrefixCache already; expected one for each pool")
+            raise InvalidValueError("the pool has a PrefixCache already; use that one, or make another pool for this")
         self.observer = observer
         for kind, keeper in keepers.items():
             self._ledgers[kind].set_keeper(keeper)

@@ -106,14 +106,14 @@ def _checked_plan(kind: str, requests: Iterable[Request]) -> Plan:
 
 def _plan(requests: Iterable[Request]) -> Iterator[tuple[BlockTable, int, bool]]:
     requests = list(requests)
-    keepers = _keepers(requests)
+    writers = _writers(requests)
     for table, length, num_tokens in requests:
         num_new = table.num_blocks_for(length + num_tokens) - table.num_blocks_for(length)
         block = table.open_block(length)
-        yield table, num_new, block is not None and keepers.get(block) is not table
+        yield table, num_new, block is not None and writers.get(block) is not table
 
 
-def _keepers(requests: list[Request]) -> dict[int, BlockTable]:
+def _writers(requests: list[Request]) -> dict[int, BlockTable]:
     """Return who may write each open block that is held by none but tables that grow: of several the longest."""
     growing: dict[int, list[BlockTable]] = {}
     for table, length, _ in sorted(requests, key=lambda request: request[1]):

@@ -186,7 +186,7 @@ class Step:
             InvalidValueError, InvalidTypeError: a layer is not appended, `keep` does not fit, or the step is over.
                 Nothing has changed.
         """
-        self._check_open()
+        self.check_open()
         if missing := sorted(set(range(len(self.pool.stores))) - self._appended):
             raise InvalidValueError(f"layers {missing} are not appended; expected every layer before the commit")
         kept = self._check_keep(keep)
@@ -208,7 +208,7 @@ class Step:
         Raises:
             InvalidValueError: the step is over.
         """
-        self._check_open()
+        self.check_open()
         self._undo()
         self._close()
 
@@ -253,12 +253,13 @@ class Step:
         for sequence in self.sequences:
             sequence.open_step = None
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Check that the step is neither committed nor aborted."""
         if not self.is_open:
             raise InvalidValueError("the step is over; start another with pool.step(...)")
 
     def _check_layer(self, layer: int) -> tuple[int, LayerSpec]:
-        self._check_open()
+        self.check_open()
         layers = self.pool.spec.layers
         layer = check_int("layer", layer, minimum=0)
         if layer >= len(layers):

@@ -43,8 +43,8 @@ class BlockTable:
     def places(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the block, and the row in it, of each position from `start` to before `stop`, all behind the gap."""
         for position in range(start, stop):
-            place, row = divmod(self.slot(position), self.block_size)
-            yield self.blocks[place], row
+            index, row = divmod(self.slot(position), self.block_size)
+            yield self.blocks[index], row
 
     def num_blocks_for(self, length: int) -> int:
         """Return how many blocks a sequence of `length` tokens has, dropped ones included."""
@@ -83,14 +83,13 @@ class BlockTable:
 
     def block_at(self, place: int) -> int | None:
         """Return the block at a place, dropped ones counted; None where it was dropped."""
-        if self.num_dropped and place >= self.num_sink_blocks:
-            place -= self.num_dropped
-            return self.blocks[place] if place >= self.num_sink_blocks else None
-        return self.blocks[place]
+        index = self._index(place)
+        return None if index is None else self.blocks[index]
 
     def exchange(self, place: int, block: int) -> None:
         """Put a block that others hold, with the same rows, where another is that was not dropped."""
-        index = place - self.num_dropped if place >= self.num_sink_blocks else place
+        index = self._index(place)
+        assert index is not None
         self.ledger.retain(block, self)
         self.ledger.release(self.blocks[index], self)
         self.blocks[index] = block
@@ -136,6 +135,13 @@ class BlockTable:
         other = BlockTable(self.ledger, self.block_size, self.window, self.sinks)
         other.share(self.blocks, self.num_dropped)
         return other
+
+    def _index(self, place: int) -> int | None:
+        """Return where the block of a place is among those held, None where it was dropped."""
+        if place < self.num_sink_blocks:
+            return place
+        index = place - self.num_dropped
+        return None if index < self.num_sink_blocks else index
 
     def check(self, length: int) -> None:
         """Check that there are as many blocks as a sequence of `length` tokens has, less those let go."""

@@ -151,3 +151,19 @@ def test_forks_and_open_blocks_next_to_kept_ones():
     assert evicted(prefixes, 1) == [2]  # the short one, that nobody uses any more
     append_only(prefixes.pool, {forks[0]: [7]})
     assert prefixes.evict(9) == 0
+
+
+def test_a_block_can_go_though_a_fork_with_a_copy_of_its_own_uses_the_next_one():
+    prefixes = new_cache(spec=FULL, num_blocks=4, enabled=False)
+    pool = prefixes.pool
+    sequence, _ = start(prefixes, [1, 2, 3, 4, 5])
+    fork = sequence.fork()
+    prefixes.enabled = True
+    run(prefixes, [1, 2, 3, 4, 9])
+    prefixes.publish(sequence)  # which now uses block 2; the fork has block 0 with the same tokens, and block 1 with it
+    assert (sequence.blocks(), fork.blocks()) == ([2, 1], [0, 1])
+    sequence.free()
+    assert (pool.num_free, pool.num_available) == ({"full": 0}, {"full": 2})
+    other, _ = start(prefixes, range(50, 58))
+    assert other.blocks() == [3, 2]
+    check_extend(pool, {fork: [6, 7]})

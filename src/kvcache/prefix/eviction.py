@@ -54,7 +54,7 @@ class EvictionQueue:
         ledger: of the kind.
         policy: what is sorted by.
         may_go: whether a block may go now; what forbids it must end with `reconsider`.
-        evict: called with the block that is to go; it must `release` that.
+        evict: called with the block that is to go; it must `release` that, and what cannot be without it.
     """
 
     def __init__(
@@ -112,7 +112,11 @@ class EvictionQueue:
             if self.is_idle(kept) and self._may_go(kept):
                 self._evict(kept)
                 return True
-        return False
+        idle = self._ledger.any_idle()
+        if idle is None:
+            return False
+        self._evict(self.blocks[idle])  # what is behind it is in use by forks that have their own copy of this one
+        return True
 
     def check(self) -> None:
         """Check that every idle block that may go is waiting for it."""

@@ -58,13 +58,11 @@ class PrefixTree:
     def forget(self, root: Root) -> int:
         """Let go of all that is behind a root, and return how many blocks that were."""
         before = sum(self.num_blocks.values())
-        for node in reversed(root.below()):
-            if not node.is_removed:  # a path to nothing is gone with what it led to
-                self._remove(node)
+        self._remove_below(root)
         return before - sum(self.num_blocks.values())
 
     def check(self, roots: Iterable[Root]) -> None:
-        """Check that nodes and kept blocks are one to one, and that every idle block can go sooner or later."""
+        """Check that nodes and kept blocks are one to one, and the order of what is in them."""
         nodes = [node for root in roots for node in root.below()]
         for kind, queue in self.queues.items():
             kept = [node.kept[kind] for node in nodes if kind in node.kept]
@@ -73,18 +71,13 @@ class PrefixTree:
             queue.check()
         for node in nodes:
             assert node.kept or node.children, f"{node} is of no use"
+            assert "full" in node.kept or "full" not in self.queues, f"{node} has no block of the full layers"
             assert all(entry.node is node for entry in node.kept.values())
         for node in {node.parent for node in nodes if node.parent is not None}:
             assert all(child.parent is node and not child.is_removed for child in node.children)
             for one, other in pairwise(child.content for child in node.children):
                 assert one < other, f"the children of {node} are out of order"
                 assert not other.startswith(one), f"a child of {node} begins with all that another says"
-        if "full" in self.queues:
-            is_idle = self.queues["full"].is_idle
-            for node in nodes:
-                assert "full" in node.kept, f"{node} has no block of the full layers"
-                in_use = [child for child in node.children if not is_idle(child.kept["full"])]
-                assert not (in_use and is_idle(node.kept["full"])), f"{node} is idle and has children in use"
 
     def _put_back(self, node: Node) -> Node:
         """Return the node with the same tokens that is in the tree, there again if its path was let go meanwhile."""
@@ -130,12 +123,18 @@ class PrefixTree:
     def _evict(self, kind: str, kept: KeptBlock) -> None:
         node = kept.node
         if kind == "full":
+            self._remove_below(node)
             self.num_evicted.update(node.kept.keys())
             self._remove(node)
         else:
             self.num_evicted[kind] += 1
             self.queues[kind].release(node.kept.pop(kind))
             self._prune(node)
+
+    def _remove_below(self, top: Node) -> None:
+        for node in reversed(top.below()):
+            if not node.is_removed:  # a path to nothing is gone with what it led to
+                self._remove(node)
 
     def _remove(self, node: Node) -> None:
         """Remove a node without children, and let its blocks go."""

@@ -84,6 +84,10 @@ class BlockLedger:
         """Whether only the keeper holds `block`."""
         return block in self._idle
 
+    def any_idle(self) -> int | None:
+        """Return an idle block, if there is one."""
+        return next(iter(self._idle), None)
+
     def set_keeper(self, keeper: Keeper) -> None:
         """Let `keeper`, who holds nothing yet, be the one whose blocks are idle where nobody else holds them."""
         self._keeper = keeper

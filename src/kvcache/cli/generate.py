@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli.progress import progress_bar
-from kvcache.cli.prompt import encode, fitting_new_tokens, read_prompt
+from kvcache.cli.prompt import encode, read_prompt
 from kvcache.errors import InvalidValueError
 from kvcache.storage.codecs import check_storage
 
@@ -129,6 +129,7 @@ def generate(
         from kvcache import hf  # first, as it says what to install where transformers is missing
         from kvcache.cli import report, run
         from kvcache.hf.detokenize import Detokenizer
+        from kvcache.hf.prompt import fitting_new_tokens
 
         loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
         prompt_ids = encode(loaded.tokenizer, text, raw)

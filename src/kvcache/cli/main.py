@@ -8,7 +8,7 @@ import typer
 from typer.exceptions import TyperException
 
 import kvcache
-from kvcache.cli import generate, verify
+from kvcache.cli import generate, plan, verify
 from kvcache.errors import KVCacheError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command(epilog=generate.EPILOG)(generate.generate)
 app.command(epilog=verify.EPILOG)(verify.verify)
+app.command(epilog=plan.EPILOG)(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:

@@ -41,13 +41,3 @@ def encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
     from kvcache.hf.prompt import prompt_ids  # not before it is known that transformers is there
 
     return prompt_ids(tokenizer, text if raw or not tokenizer.chat_template else [{"role": "user", "content": text}])
-
-
-def fitting_new_tokens(model: Any, prompt_tokens: int) -> int:
-    """Return how many tokens the model's context leaves room for; the last one is sampled and takes no place."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if context is None:
-        return sys.maxsize
-    if prompt_tokens > context:
-        raise InvalidValueError(f"the prompt has {prompt_tokens:,} tokens; the model's context is {context:,}")
-    return int(context) - prompt_tokens + 1

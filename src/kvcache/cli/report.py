@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvcache.cli import units
 from kvcache.cli.run import Run
 from kvcache.costs import count_qkv_projections
 
@@ -110,7 +111,7 @@ class Report:
             console.print(_comparison_table(self.run, self.uncached))
             console.print(f"\n[bold]{speedup(self.run, self.uncached):.2f}x[/bold] as fast with the cache.", end=" ")
             console.print(f"Tokens are {_verdict(self.run, self.uncached, self.dtype)}.")
-        console.print(f"\n{self.model} in {self.dtype}, {_count(self.threads, 'thread')}.", style="dim")
+        console.print(f"\n{self.model} in {self.dtype}, {units.count(self.threads, 'thread')}.", style="dim")
 
 
 def _account_table(run: Run) -> Table:
@@ -120,16 +121,17 @@ def _account_table(run: Run) -> Table:
     generated = len(run.token_ids)
     ended = "ended by the model" if run.stopped else "ended by --max-new-tokens"
     table.add_row("Tokens", f"{run.prompt_tokens:,} in the prompt, {generated:,} generated ({ended})")
-    first_token = f"first token after {_seconds(run.first_token_seconds)}"
-    table.add_row("Prefill", f"{_rate(run.prefill_tokens_per_second)}, {first_token}")
+    first_token = f"first token after {units.seconds(run.first_token_seconds)}"
+    table.add_row("Prefill", f"{units.rate(run.prefill_tokens_per_second)}, {first_token}")
     if (rate := run.decode_tokens_per_second) is not None:
-        table.add_row("Decode", f"{_rate(rate)}, {_seconds(run.decode_seconds)} for {_count(generated - 1, 'token')}")
+        duration = f"{units.seconds(run.decode_seconds)} for {units.count(generated - 1, 'token')}"
+        table.add_row("Decode", f"{units.rate(rate)}, {duration}")
     if run.cache is None:
         table.add_row("Cache", "none: every token computed the whole sequence again")
     else:
         table.add_row(
             "Cache",
-            f"{_size(run.cache.stored_nbytes)} used of {_size(run.cache.nbytes)}, "
+            f"{units.size(run.cache.stored_nbytes)} used of {units.size(run.cache.nbytes)}, "
             f"{run.cache.token_nbytes:,} bytes a token in {run.cache.storage}",
         )
     with_cache, without = projections_with_cache(run), projections_without_cache(run)
@@ -148,13 +150,13 @@ def _comparison_table(cached: Run, uncached: Run) -> Table:
         ("Later tokens", cached.decode_seconds, uncached.decode_seconds),
         ("Total", cached.total_seconds, uncached.total_seconds),
     ):
-        table.add_row(name, _seconds(ours), _seconds(theirs), f"{theirs / ours:.2f}x" if ours else "")
+        table.add_row(name, units.seconds(ours), units.seconds(theirs), f"{theirs / ours:.2f}x" if ours else "")
     rates = cached.decode_tokens_per_second, uncached.decode_tokens_per_second
-    table.add_row("Decode", *("-" if rate is None else _rate(rate) for rate in rates))
+    table.add_row("Decode", *("-" if rate is None else units.rate(rate) for rate in rates))
     ours, theirs = projections_with_cache(cached), projections_without_cache(uncached)
     table.add_row("Q, K, V a layer", f"{ours:,}", f"{theirs:,}", f"{theirs / ours:.2f}x")
     if cached.cache is not None:
-        table.add_row("Cache", _size(cached.cache.stored_nbytes), "none")
+        table.add_row("Cache", units.size(cached.cache.stored_nbytes), "none")
     return table
 
 
@@ -170,22 +172,3 @@ def _verdict(cached: Run, uncached: Run, dtype: str) -> str:
             "next tokens were nearly as likely; in float32 they stay the same"
         )
     return f"the same up to token {parted}: two next tokens were as likely as {dtype} can tell"
-
-
-def _rate(tokens_per_second: float) -> str:
-    return f"{tokens_per_second:,.1f} tokens/s"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} bytes"

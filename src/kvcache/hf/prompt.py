@@ -1,5 +1,6 @@
 """A prompt as people give it, as token ids."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,16 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     if not ids:
         raise InvalidValueError("the prompt has no tokens; expected some text")
     return list(ids)
+
+
+def fitting_new_tokens(model: Any, prompt_tokens: int) -> int:
+    """Return how many tokens the model's context leaves room for; the last one is sampled and takes no place."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is None:
+        return sys.maxsize
+    if prompt_tokens > context:
+        raise InvalidValueError(f"the prompt has {prompt_tokens:,} tokens; the model's context is {context:,}")
+    return int(context) - prompt_tokens + 1
 
 
 def _chat_text(tokenizer: Any, messages: Sequence[Any]) -> str:

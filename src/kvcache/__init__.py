@@ -7,6 +7,7 @@ from kvcache.attention import attend, merge_attention
 from kvcache.costs import cache_nbytes, count_qkv_projections
 from kvcache.errors import (
     CacheFullError,
+    EngineClosedError,
     InvalidTypeError,
     InvalidValueError,
     KVCacheError,
@@ -25,6 +26,7 @@ __all__ = [
     "CacheFullError",
     "CacheSpec",
     "CausalSelfAttentionWithCache",
+    "EngineClosedError",
     "InvalidTypeError",
     "InvalidValueError",
     "KVCache",
@@ -48,9 +50,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is costly only when it is asked for: `hf`, `verify`, and the version."""
-    if name in ("hf", "verify"):
+    """Import what is costly only when it is asked for: `hf`, `verify`, `engine` and its `Engine`, and the version."""
+    if name in ("engine", "hf", "verify"):
         return import_module(f"kvcache.{name}")
+    if name == "Engine":
+        return import_module("kvcache.engine").Engine
     if name == "__version__":
         from importlib.metadata import version
 

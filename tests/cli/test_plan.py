@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
-from kvcache.cli import machine
+from kvcache import memory
+from kvcache.cli import machine, plan
 from kvcache.cli.configuration import load_config, model_sizes
-from kvcache.cli.units import parse_size
 from kvcache.errors import InvalidValueError
+from kvcache.memory import parse_size
 from tests.cli.test_generate import kvcache
 from tests.hf.test_gguf import write_gguf
 from tests.hf.tiny_models import deepseek_v3, gemma3, gpt2, gpt_oss, llama, mixtral
@@ -171,13 +172,13 @@ def test_memory_and_bandwidth_of_this_machine(capsys, hybrid, monkeypatch):
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    here = machine.free_memory()
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    here = memory.free_memory()
     for name, text in (("max", "5000000\n"), ("current", "3000000\n"), ("stat", "anon 1\ninactive_file 1000000\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert machine.free_memory() == 3_000_000
+    assert memory.free_memory() == 3_000_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine.free_memory() == pytest.approx(here, rel=0.5)
+    assert memory.free_memory() == pytest.approx(here, rel=0.5)
 
 
 def test_a_gguf_file_is_a_model(capsys, tmp_path):
@@ -236,7 +237,7 @@ def test_wrong_arguments_end_with_status_2_and_one_line(capsys, hybrid, argument
 
 
 def test_weights_larger_than_the_free_memory_are_told(capsys, hybrid, monkeypatch):
-    monkeypatch.setattr(machine, "free_memory", lambda: 100_000)
+    monkeypatch.setattr(plan, "free_memory", lambda: 100_000)
     status, _, err = kvcache(capsys, "plan", "--model", hybrid)
     assert status == 2
     assert "and 100.0 kB of memory are free: 18.8 kB too little" in err

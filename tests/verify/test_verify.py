@@ -200,11 +200,11 @@ def test_an_exception_is_an_error_and_not_corruption():
 def test_without_memory_for_float64_the_reference_is_float32(monkeypatch):
     model = llama(torch.bfloat16)
     num_weights = sum(weights.numel() for weights in model.parameters())
-    monkeypatch.setattr(verification, "_free_memory", lambda device: 6 * num_weights)
+    monkeypatch.setattr(verification, "free_memory", lambda device: 6 * num_weights)
     report = verify(HuggingFaceDecoder(model))
     assert report.reference == "float32 without a cache (too little memory for float64)"
     assert report.is_right
-    monkeypatch.setattr(verification, "_free_memory", lambda device: num_weights)
+    monkeypatch.setattr(verification, "free_memory", lambda device: num_weights)
     with pytest.raises(InvalidValueError, match=r"the reference needs 0\.0 GB for the weights in float32, 0\.0 GB are"):
         verify(HuggingFaceDecoder(model))
     assert verify(HuggingFaceDecoder(model.float())).is_right  # its own reference

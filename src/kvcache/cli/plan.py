@@ -11,6 +11,7 @@ from rich.console import Console
 from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli import machine, units
 from kvcache.errors import InvalidValueError
+from kvcache.memory import free_memory, parse_size
 from kvcache.plan import Machine, Plan
 from kvcache.storage.codecs import check_storage
 
@@ -81,7 +82,7 @@ def plan(
     """
     dtype = dtype_name(check_dtype("--dtype", dtype))
     kept = check_storage("--storage", dtype if storage is None else storage)
-    given_memory = None if memory is None else units.parse_size("--memory", memory)
+    given_memory = None if memory is None else parse_size("--memory", memory)
     for name, value in (("--bandwidth", bandwidth), ("--compute", compute)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise InvalidValueError(f"{name} is {value}; expected a finite number above 0")
@@ -96,7 +97,8 @@ def plan(
         from kvcache.cli.plan_report import PlanReport
 
         sizes = model_sizes(load_config(model, status.update))
-        available = machine.free_memory() if given_memory is None else given_memory
+        available = given_memory or free_memory()
+        assert available is not None  # psutil comes with transformers' extra
         nbytes = sizes.num_parameters * check_dtype("--dtype", dtype).itemsize
         _check_weights_fit(model, dtype, nbytes, available, given_memory is not None)
         status.update("Measuring the bandwidth")

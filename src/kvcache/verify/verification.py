@@ -3,13 +3,13 @@
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from kvcache.checks import check_int, dtype_name
 from kvcache.errors import InvalidTypeError, InvalidValueError, NotSupportedError
+from kvcache.memory import free_memory
 from kvcache.storage.tokens import check_token_ids
 from kvcache.verify.causes import Case, likely_cause
 from kvcache.verify.decoder import Decoder
@@ -226,7 +226,7 @@ def _reference(decoder: Decoder) -> Decoder:
     """
     if decoder.dtype == torch.float64:
         return decoder
-    free = _free_memory(decoder.device)
+    free = free_memory(decoder.device)
     num_weights = sum(weights.numel() for weights in decoder.module.parameters())
     for dtype in (torch.float64, torch.float32):
         if decoder.dtype == dtype:
@@ -239,15 +239,3 @@ def _reference(decoder: Decoder) -> Decoder:
         f"the reference needs {needed / 1e9:.1f} GB for the weights in float32, {free / 1e9:.1f} GB are free; expected "
         "a smaller model or more memory"
     )
-
-
-def _free_memory(device: torch.device) -> int | None:
-    """Return the bytes that can still be used, None where that is not known."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kilobytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if kilobytes is None else int(kilobytes) * 1024

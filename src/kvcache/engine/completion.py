@@ -1,0 +1,47 @@
+"""What a request comes back with."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvcache.engine.sampling import TokenLogprobs
+from kvcache.hf.turn import Usage
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """When things happened, in seconds from the moment the request was made.
+
+    Attributes:
+        queue: until its prompt began to run.
+        first_token: until its first token.
+        total: until its last one.
+        per_token: of each token after the first, the mean; None where there is none.
+    """
+
+    queue: float
+    first_token: float
+    total: float
+    per_token: float | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text that was generated.
+
+    Attributes:
+        text: without special tokens, and up to the stop string that ended it.
+        token_ids: all new tokens, an end token among them.
+        finish_reason: "stop" at an end token or a stop string, "length" at a limit, or "cancelled".
+        usage: tokens of the prompt, those of them whose keys and values were there and were read, and new ones.
+        timings: when it was done.
+        logprobs: of each new token, if they were asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    logprobs: list[TokenLogprobs] | None = None

@@ -1,0 +1,255 @@
+"""Which tokens of which texts run in the next step.
+
+    waiting   --admit-->   running   --end-->   out
+       ^                      |
+       +------ preempt -------+        gives its blocks back; what it had computed runs again, or is found
+
+Each step has a token of every running text whose prompt has run, and parts of prompts as far as the step's budget goes,
+the oldest first. Where blocks are short, the newest running text is preempted, so that the oldest always goes on.
+"""
+
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from kvcache.engine.request import Branch, Request
+from kvcache.errors import InvalidValueError, OutOfBlocksError
+from kvcache.prefix import PrefixCache
+from kvcache.storage.sequence import Sequence
+from kvcache.storage.step import Step
+
+
+class Scheduler:
+    """Continuous batching over one pool.
+
+    Args:
+        prefixes: of the pool.
+        forward: returns the logits (B, vocabulary) of each sequence's last token in a step.
+        max_step_tokens: tokens that run in one step at most, >= 1, but for those of texts whose prompt has run.
+        max_running: texts that run at once at most, >= 1.
+
+    Used from one thread.
+    """
+
+    def __init__(
+        self,
+        prefixes: PrefixCache,
+        forward: Callable[[Step], torch.Tensor],
+        max_step_tokens: int = 512,
+        max_running: int = 64,
+    ) -> None:
+        self.prefixes = prefixes
+        self.pool = prefixes.pool
+        self.waiting: deque[Branch] = deque()
+        self.running: list[Branch] = []  # in the order in which requests were made
+        self.num_preemptions = 0
+        self._forward = forward
+        self._max_step_tokens = max_step_tokens
+        self._max_running = max_running
+        self._order: dict[Request, int] = {}
+        self._num_requests = 0
+        self._refused_in: tuple[dict[str, int], int] | None = None  # blocks and texts when the next one had no room
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.waiting or self.running)
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Check that a text of so many stored tokens fits into the pool, if it is there alone.
+
+        Raises:
+            InvalidValueError: it does not.
+        """
+        size = self.pool.block_size
+        tables = self.pool.new_tables()
+        for kind, table in tables.items():
+            most = table.num_blocks_for(num_tokens) + 1  # a block that others hold is copied before it is written
+            if table.window is not None:  # and a block may be written before the first one is left
+                most = min(most, table.num_sink_blocks + -(-table.window // size) + 3)
+            if most > (there := self.pool.num_blocks[kind]):
+                raise InvalidValueError(
+                    f"a prompt with its new tokens takes {num_tokens} tokens, {most} blocks of the {kind} layers; "
+                    f"expected at most the {there} that there are; give the engine more memory, or ask for less"
+                )
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn.
+
+        Raises:
+            InvalidValueError: it could never run, since it is larger than the pool.
+        """
+        self.check_fits(request.num_tokens)
+        branch = Branch(request, 0, self.pool.device)
+        request.branches = [branch]
+        self._order[request] = self._num_requests
+        self._num_requests += 1
+        self.waiting.append(branch)
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests that have not ended: a snapshot."""
+        return list(self._order)
+
+    def cancel(self, request: Request) -> None:
+        """End a request, whatever it is doing; what it has generated is its outcome."""
+        self._end(request)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request with an error."""
+        self._end(request, error)
+
+    def step(self) -> bool:
+        """Run one step, and return whether there was anything to run.
+
+        Raises:
+            What the model raises; the texts of the step are ended with it, and their requests.
+        """
+        self._admit()
+        if not self.running:
+            return False
+        batch, step = self._reserve()
+        try:
+            with step:
+                logits = self._forward(step)
+        except Exception as error:
+            for request in {branch.request for branch, _ in batch}:
+                self._end(request, error)
+            return True
+        self._pick([branch for branch, _ in batch], logits)
+        return True
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._max_running:
+            state = self.pool.num_available, len(self.running)
+            if self.running and state == self._refused_in:
+                return
+            branch = self.waiting[0]
+            sequence = self.prefixes.acquire(branch.tokens, branch.request.namespace)
+            if self.running and not self._has_room(len(branch.tokens), sequence):
+                sequence.free()
+                self._refused_in = self.pool.num_available, len(self.running)
+                return
+            self.waiting.popleft()
+            branch.sequence = sequence
+            self._start(branch)
+
+    def _has_room(self, num_tokens: int, sequence: Sequence) -> bool:
+        """Whether a text can run all its tokens while every running one gets a block more."""
+        size, available = self.pool.block_size, self.pool.num_available
+        for kind in self.pool.spec.kinds:
+            table = sequence.table(kind)
+            needed = table.num_blocks_for(num_tokens) - table.num_blocks_for(sequence.seq_len) + 1
+            if table.window is not None:
+                needed = min(needed, -(-(table.window + self._max_step_tokens) // size) + 2)
+            if needed + len(self.running) > available[kind]:
+                return False
+        return True
+
+    def _start(self, branch: Branch) -> None:
+        insort(self.running, branch, key=self._place)
+        request = branch.request
+        if request.started is None:
+            assert branch.sequence is not None
+            request.started, request.num_cached = time.perf_counter(), branch.sequence.seq_len
+
+    def _place(self, branch: Branch) -> tuple[int, int]:
+        return self._order[branch.request], branch.index
+
+    def _batch(self, max_tokens: int) -> list[tuple[Branch, list[int]]]:
+        """Return the texts of a step with their tokens: those with one token left all, of others up to a number."""
+        waiting = [(branch, branch.waiting) for branch in self.running]
+        left = max(max_tokens - sum(len(tokens) == 1 for _, tokens in waiting), 1)
+        batch = []
+        for branch, tokens in waiting:
+            if len(tokens) > 1:
+                tokens = tokens[:left]
+                left -= len(tokens)
+            if tokens:
+                batch.append((branch, tokens))
+        return batch
+
+    def _reserve(self) -> tuple[list[tuple[Branch, list[int]]], Step]:
+        """Return the next step; where blocks are short with fewer tokens, then with fewer texts."""
+        max_tokens = self._max_step_tokens
+        while True:
+            batch = self._batch(max_tokens)
+            sequences = [branch.sequence for branch, _ in batch if branch.sequence is not None]
+            try:
+                return batch, self.pool.step(sequences, [tokens for _, tokens in batch])
+            except OutOfBlocksError:
+                if max_tokens > self.pool.block_size:
+                    max_tokens = max(max_tokens // 2, self.pool.block_size)
+                elif len(self.running) > 1:
+                    self._preempt(self.running[-1])
+                elif max_tokens > 1:
+                    max_tokens //= 2
+                else:
+                    raise
+
+    def _preempt(self, branch: Branch) -> None:
+        self.num_preemptions += 1
+        self._release(branch)
+        self.waiting.appendleft(branch)  # in order: those that wait were made later, or are preempted already
+
+    def _release(self, branch: Branch) -> None:
+        """Let a running text give its blocks back; what it has computed can be found as long as there is room."""
+        assert branch.sequence is not None
+        self.prefixes.publish(branch.sequence)
+        branch.sequence.free()
+        branch.sequence = None
+        self.running.remove(branch)
+
+    def _pick(self, branches: list[Branch], logits: torch.Tensor) -> None:
+        is_nan = logits.isnan().any(dim=-1).tolist()
+        likeliest = logits.to(torch.promote_types(logits.dtype, torch.float32)).argmax(dim=-1).tolist()
+        for branch, row, token, bad in zip(branches, logits, likeliest, is_nan, strict=True):
+            if branch.waiting:  # a part of its prompt is left
+                continue
+            request = branch.request
+            if bad:
+                self._end(request, InvalidValueError("the model's logits behind this prompt are NaN"))
+                continue
+            for text in [branch, *self._siblings(branch)]:
+                if text.takes_the_likeliest:
+                    text.take(token)
+                else:
+                    text.pick(row)
+                if text.completion is not None:
+                    self._release(text)
+            self._note_end(request)
+
+    def _siblings(self, branch: Branch) -> list[Branch]:
+        """Return the other texts of a request once its prompt has run; they are forks of the first."""
+        request = branch.request
+        if len(request.branches) == request.options.num_return_sequences:
+            return []
+        siblings = branch.siblings()
+        request.branches += siblings
+        assert branch.sequence is not None
+        for sibling in siblings:
+            sibling.sequence = branch.sequence.fork()
+            self._start(sibling)
+        return siblings
+
+    def _end(self, request: Request, error: Exception | None = None) -> None:
+        if request.outcome is not None:
+            return
+        for branch in request.branches:
+            if branch.sequence is not None:
+                self._release(branch)
+            elif branch in self.waiting:
+                self.waiting.remove(branch)
+            if error is None and branch.completion is None:
+                branch.end("cancelled")
+        if error is not None:
+            request.fail(error)
+        self._note_end(request)
+
+    def _note_end(self, request: Request) -> None:
+        request.note_end()
+        if request.outcome is not None:
+            self._order.pop(request, None)

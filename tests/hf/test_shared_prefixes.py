@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache import BlockPool, CacheSpec, PrefixCache
+from kvcache import BlockPool, CacheSpec, InvalidValueError, PrefixCache
 from kvcache.hf import forward_step
 from kvcache.prefix import LookupEnd
 from tests.hf.runs import ids_of
@@ -135,3 +135,27 @@ def test_an_adapter_is_a_namespace_by_itself_on_and_off():
     assert [run(model, prefixes, SHARED) for _ in range(2)] == [0, 14]
     attention.k_proj.enabled = True
     assert run(model, prefixes, SHARED) == 14
+
+
+def test_another_model_over_the_pool_of_a_prefix_cache_is_refused():
+    model = llama()
+    prefixes = prefixes_of(model)
+    sequence = prefixes.acquire(SHARED)
+    message = "the pool has a PrefixCache of another model"
+    with prefixes.pool.step([sequence], [SHARED]) as step:
+        with pytest.raises(InvalidValueError, match=message):
+            forward_step(llama(seed=1), step)
+        with torch.no_grad():
+            forward_step(model, step)
+
+
+def test_a_configuration_that_changed_is_compared_again():
+    model = ALL_FAMILIES["mistral"]()
+    prefixes = prefixes_of(model)
+    run(model, prefixes, SHARED)
+    model.config.sliding_window = None
+    sequence = prefixes.pool.new_sequence()
+    step = prefixes.pool.step([sequence], [SHARED])
+    with pytest.raises(InvalidValueError, match="layer 0 of the pool is"):
+        forward_step(model, step)
+    step.abort()

@@ -133,6 +133,7 @@ class CheckedPrefixes:
         states = [states[:] for states in text.states]
         other = Text(text.sequence.fork(), text.origin, text.asked, text.media, text.ids[:], states)
         other.sure_from, other.has_gap, other.shares = text.sure_from, text.has_gap, text.shares
+        other.part_at(len(other.ids))
         self.texts.append(other)
         return other
 
@@ -271,6 +272,9 @@ class CheckedPrefixes:
             self._num_hits += text.num_unread > 0
             self._num_reused += text.num_unread
             text.num_unread = 0
+            if count < len(ids):
+                text.part_at(len(text.ids))
+            text.shares &= self.prefixes.enabled
             if self._may_be_kept(text):
                 self._keep(text, _whole(len(text.ids)))
             elif self.has_window:

@@ -67,11 +67,16 @@ class Text:
         return states
 
     def shorten(self, length: int) -> None:
-        if length < len(self.ids) and any(position >= length for position in self.media):
-            self.shares = False
+        if length < len(self.ids):
+            self.part_at(length)
         for values in (self.ids, *self.states):
             del values[length:]
         self.num_unread = min(self.num_unread, length)
+
+    def part_at(self, length: int) -> None:
+        """Take note that what comes behind the first `length` tokens may be another text."""
+        if any(position >= length for position in self.media):
+            self.shares = False
 
     def held(self, kind: str, count: int) -> list[int]:
         """Return which of the positions before `count` the sequence has rows of, in the order of its blocks."""

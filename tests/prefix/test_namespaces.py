@@ -12,7 +12,7 @@ import torch
 from kvcache import CacheSpec, InvalidTypeError, InvalidValueError, LayerSpec
 from kvcache.prefix import LookupEnd, Media, keys
 from tests.prefix.runs import kept_blocks, new_cache, run, start, store
-from tests.storage.pools import FULL, MIXED, check_extend
+from tests.storage.pools import FULL, MIXED, append_layers, check_extend
 
 PROMPT = list(range(1, 11))
 NAMESPACES = [
@@ -32,6 +32,8 @@ NAMESPACES = [
     0,
     0.0,
     -0.0,
+    -1,
+    10**5000,
     False,
     1,
     True,
@@ -39,6 +41,8 @@ NAMESPACES = [
     (),
     {},
 ]
+HOLDS_ITSELF: list = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
 
 
 def test_f2_namespaces_do_not_share_and_each_finds_its_own():
@@ -60,14 +64,15 @@ def test_equal_namespaces_are_one_however_they_are_written():
         ({"adapter": {1, 2}}, r"namespace\['adapter'\] is a set; expected plain data"),
         (["a", torch.zeros(1)], r"namespace\[1\] is a Tensor; expected plain data"),
         ({(1, object()): 2}, r"a key of namespace\[1\] is a object"),
+        (HOLDS_ITSELF, "namespace is nested too deeply, or holds itself"),
     ],
 )
 def test_a_namespace_that_cannot_be_hashed_is_refused(namespace, message):
     prefixes = new_cache()
     for act in (prefixes.acquire, prefixes.lookup, prefixes.keys):
-        with pytest.raises(InvalidTypeError, match=message):
+        with pytest.raises((InvalidTypeError, InvalidValueError), match=message):
             act(PROMPT, namespace)
-    with pytest.raises(InvalidTypeError, match=message):
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=message):
         prefixes.invalidate(namespace)
 
 
@@ -144,6 +149,18 @@ def test_weights_that_changed_within_a_block_and_back_are_seen_by_any_look_betwe
     check_extend(prefixes.pool, {sequence: PROMPT[3:]})
     assert prefixes.publish(sequence) == 0
     assert prefixes.lookup(PROMPT).num_tokens == 0
+
+
+def test_a_commit_does_not_fail_where_the_look_at_the_weights_does(monkeypatch):
+    model = small_model()
+    prefixes = new_cache(model=model)
+    sequence, _ = start(prefixes, PROMPT[:3])
+    with monkeypatch.context() as broken:
+        broken.setattr(prefixes._guard, "state", lambda: 1 / 0)
+        check_extend(prefixes.pool, {sequence: PROMPT[3:]})
+        with pytest.raises(ZeroDivisionError):
+            prefixes.acquire(PROMPT)
+    assert prefixes.publish(sequence) == 0
 
 
 def test_keys_tell_apart_all_that_rows_depend_on():
@@ -278,6 +295,32 @@ def test_f5_a_text_that_goes_back_into_an_image_shares_nothing_more(n, found):
     prefixes.publish(sequence)
     assert prefixes.lookup([*text, 0], media=[Media(1, 6, b"image")]).num_tokens == found
     assert prefixes.lookup([*text, 0]).num_tokens == 1
+
+
+def test_f5_a_fork_before_an_image_shares_nothing_more():
+    prefixes = new_cache()
+    text = [1, 2, 3, 4, 9, 9, 9, 9, 5]
+    image = Media(4, 8, b"image")
+    sequence = prefixes.acquire(text, media=[image])
+    check_extend(prefixes.pool, {sequence: text[:4]})
+    fork = sequence.fork()
+    check_extend(prefixes.pool, {fork: text[4:]})
+    prefixes.publish(fork)
+    assert prefixes.lookup(text, media=[image]).num_tokens == 4
+    check_extend(prefixes.pool, {sequence: text[4:]})
+    assert prefixes.lookup(text, media=[image]).num_tokens == 8
+
+
+def test_f5_tokens_that_were_rejected_before_an_image_end_the_sharing():
+    prefixes = new_cache()
+    text = [1, 2, 3, 4, 9, 9, 9, 9, 5]
+    image = Media(4, 8, b"image")
+    sequence = prefixes.acquire(text, media=[image])
+    with prefixes.pool.step([sequence], [text[:6]]) as step:
+        append_layers(step)
+        step.commit(keep=[4])
+    check_extend(prefixes.pool, {sequence: text[4:]})
+    assert prefixes.lookup(text, media=[image]).num_tokens == 0
 
 
 def test_f5_an_image_that_is_still_to_come_counts_when_it_comes():

@@ -391,7 +391,7 @@ def test_the_state_is_the_same_in_every_mode():
     model = made()
     guard = WeightsGuard(model)
     states = {guard.state()}
-    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"), torch.device("meta")):
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
         with mode:
             states.add(guard.state())
     states.add(WeightsGuard(model).state())
@@ -640,3 +640,38 @@ def test_plain_data_may_hold_itself_and_enumerations():
 def test_only_modules_have_weights(make):
     with pytest.raises(InvalidTypeError, match=r"^model is a dict; expected a torch\.nn\.Module$"):
         make({})
+
+
+def test_autocast_is_another_state():
+    model = nn.Linear(3, 3)
+    guard = WeightsGuard(model)
+    before = guard.state()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert guard.state() != before
+    assert guard.state() == before
+
+
+@pytest.mark.parametrize("wrap", [torch.jit.script, lambda model: nn.Sequential(torch.jit.script(model))])
+def test_scripted_modules_are_refused(wrap):
+    model = wrap(nn.Linear(3, 3))
+    for act in (WeightsGuard, fingerprint):
+        with pytest.raises(InvalidTypeError, match="keeps its weights packed"):
+            act(model)
+
+
+def test_what_torch_compile_returns_has_the_fingerprint_of_the_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3))
+    assert fingerprint(torch.compile(model)) == fingerprint(model)
+
+
+def test_parameters_can_be_swapped_after_a_look():
+    model = nn.Linear(3, 3)
+    guard = WeightsGuard(model)
+    before = guard.state()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert guard.state() != before

@@ -16,12 +16,14 @@ from kvcache.hf.cache import unchanged_positions
 from kvcache.hf.guard import check_decoder_only, parameters_of_forward
 from kvcache.hf.step_layers import StepLayer, mask_of_step
 from kvcache.hf.versions import CACHE_ARGUMENT
+from kvcache.prefix.plain import config_text
 from kvcache.storage.model_config import decoder_config
 from kvcache.storage.specs import CacheSpec
 from kvcache.storage.step import Step
 
-# The specs found to be their models', as reading a configuration takes longer than a layer of a small model.
-_fitting: "weakref.WeakKeyDictionary[PreTrainedModel, CacheSpec]" = weakref.WeakKeyDictionary()
+# The specs found to be their models', with the configurations that told, as reading those takes longer than a layer of
+# a small model.
+_fitting: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[CacheSpec, str]]" = weakref.WeakKeyDictionary()
 
 
 def forward_step(model: PreTrainedModel, step: Step) -> torch.Tensor:
@@ -88,9 +90,15 @@ def _check_model_takes_steps(model: PreTrainedModel, parameters: tuple[str, ...]
 
 def _check_fits(model: PreTrainedModel, step: Step) -> None:
     pool = step.pool
-    if _fitting.get(model) is not pool.spec:
+    found = pool.spec, config_text(model.config)
+    if _fitting.get(model) != found:
         _check_spec(pool.spec, CacheSpec.from_config(model.config))
-        _fitting[model] = pool.spec
+        _fitting[model] = found
+    owner = getattr(pool.observer, "model", None)
+    if owner is not None and owner is not model and all(part is not model for part in owner.modules()):
+        raise InvalidValueError(
+            "the pool has a PrefixCache of another model, which would find what this one computes; expected that model"
+        )
     if pool.device != model.device:
         raise InvalidValueError(f"the pool is on {pool.device}; expected it on the model's device, {model.device}")
     length = max(seq.seq_len + count for seq, count in zip(step.sequences, step.num_tokens, strict=True))

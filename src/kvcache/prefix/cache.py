@@ -98,7 +98,8 @@ class PrefixCache:
         if not callable(policy):
             raise InvalidTypeError(f"policy is a {type(policy).__name__}; expected a function of a kept block")
         self.pool = pool
-        self.enabled = check_bool("enabled", enabled)
+        self.model = model
+        self._enabled = check_bool("enabled", enabled)
         self._guard = None if model is None else WeightsGuard(model)
         self._tree = PrefixTree(pool, policy)
         # Of each namespace and state of the weights; a root lives as long as a node or a sequence is of it.
@@ -108,6 +109,15 @@ class PrefixCache:
         self._num_lookups = self._num_hits = self._num_tokens = self._num_reused = 0
         self._ends: Counter[LookupEnd] = Counter()
         pool.observe(self, self._tree.queues)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is found and kept; can be set."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._enabled = check_bool("enabled", value)
 
     @property
     def statistics(self) -> PrefixStatistics:
@@ -259,14 +269,21 @@ class PrefixCache:
             lineage = sequence.lineage
             if not isinstance(lineage, Lineage):
                 continue
+            lineage.may_share &= self._enabled  # nobody looks at the weights meanwhile
             if lineage.num_unread:
                 self._num_hits += 1
                 self._num_reused += lineage.num_unread
                 lineage.num_unread = 0
             if sequence.seq_len - lineage.node.stop >= self.pool.block_size:
                 ready.append(sequence)
-        if ready:
+        if not ready:
+            return
+        try:
             self._publish(ready, short_too=False)
+        except Exception:  # a look at the weights that fails; the next `acquire` raises it, but a commit cannot fail
+            for sequence in ready:
+                assert isinstance(sequence.lineage, Lineage)
+                sequence.lineage.may_share = False
 
     def check(self) -> None:
         """Check the books; called by `BlockPool.check`.
@@ -314,7 +331,7 @@ class PrefixCache:
         )
 
     def _look_up(self, root: Root, text: _Text) -> tuple[list[Node], Lookup]:
-        if not self.enabled:
+        if not self._enabled:
             return [], Lookup(0, LookupEnd.SWITCHED_OFF)
         size = self.pool.block_size
         nodes, found = kept_path(root, Content(text.tokens, 0, text.media), text.limit, size)
@@ -331,7 +348,7 @@ class PrefixCache:
         tables = self.pool.new_tables()
         for kind, table in tables.items():
             sinks, seen = table.places_needed(length)
-            table.share((nodes[place].kept[kind].block for place in (*sinks, *seen)), seen.start - len(sinks))
+            table.share([nodes[place].kept[kind].block for place in (*sinks, *seen)], seen.start - len(sinks))
         sequence = self.pool.adopt(tables, text.tokens[:length])
         whole = length // self.pool.block_size
         node = nodes[whole - 1] if whole else root
@@ -339,7 +356,7 @@ class PrefixCache:
         return sequence
 
     def _publish(self, sequences: list[Sequence], short_too: bool) -> int:
-        if not self.enabled:
+        if not self._enabled:
             return 0
         before = self._tree.num_published
         self._look_at_weights()

@@ -1,7 +1,7 @@
 """Which of the blocks that nobody uses goes first when room is needed.
 
 A policy is a function of a kept block that returns what blocks are sorted by: the lowest goes first, among those that
-may go. It is asked when nobody else holds a block any more, so what it returns may not depend on what comes later.
+may go. It is asked once each time that nobody else holds a block any more, so what it returns may not change meanwhile.
 """
 
 import heapq
@@ -70,6 +70,7 @@ class EvictionQueue:
         self._evict = evict
         self._clock: Iterator[int] = itertools.count()
         self.blocks: dict[int, KeptBlock] = {}
+        self._fresh: dict[int, None] = {}  # blocks that may go and that the policy was not asked about since
         # Of each idle block the last entry is true; earlier ones, and those of blocks in use, are passed over.
         self._heap: list[tuple[Any, int, int]] = []  # what the policy says, the entry's number, the block
         self._entries: dict[int, int] = {}  # the last entry of a block
@@ -87,22 +88,29 @@ class EvictionQueue:
     def release(self, kept: KeptBlock) -> None:
         """Let a block go."""
         del self.blocks[kept.block]
+        self._fresh.pop(kept.block, None)
         self._entries.pop(kept.block, None)
         self._ledger.release(kept.block, self)
 
     def note_idle(self, block: int) -> None:
         """Take note that nobody else holds this block any more."""
-        kept = self.blocks[block]
-        kept.last_used = next(self._clock)
-        self._push(kept)
+        self.blocks[block].last_used = next(self._clock)
+        self._fresh[block] = None
 
     def reconsider(self, kept: KeptBlock) -> None:
         """Take note that a block may go now."""
         if self.is_idle(kept):
-            self._push(kept)
+            self._fresh[kept.block] = None
 
     def let_go(self) -> bool:
-        """Evict the idle block that the policy says, and say whether there was one."""
+        """Evict the idle block that the policy says, and say whether there was one.
+
+        Raises:
+            What the policy raises. Nothing has changed then.
+        """
+        for block in list(self._fresh):
+            self._push(self.blocks[block])
+            del self._fresh[block]
         while self._heap:
             _, entry, block = heapq.heappop(self._heap)
             if self._entries.get(block) != entry:
@@ -120,14 +128,17 @@ class EvictionQueue:
 
     def check(self) -> None:
         """Check that every idle block that may go is waiting for it."""
-        waiting = {block for _, entry, block in self._heap if self._entries.get(block) == entry}
-        assert self._entries.keys() == waiting <= self.blocks.keys()
+        entered = {block for _, entry, block in self._heap if self._entries.get(block) == entry}
+        assert self._entries.keys() == entered
+        waiting = entered | self._fresh.keys()
+        assert waiting <= self.blocks.keys()
         for block, kept in self.blocks.items():
             assert not (self.is_idle(kept) and self._may_go(kept)) or block in waiting, f"{kept} would never go"
 
     def _push(self, kept: KeptBlock) -> None:
-        entry = self._entries[kept.block] = next(self._clock)
+        entry = next(self._clock)
         heapq.heappush(self._heap, (self._policy(kept), entry, kept.block))
+        self._entries[kept.block] = entry
         if len(self._heap) > 2 * len(self.blocks) + 64:
             self._heap = [item for item in self._heap if self._entries.get(item[2]) == item[1]]
             heapq.heapify(self._heap)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-from kvcache.errors import InvalidTypeError
+from kvcache.errors import InvalidTypeError, InvalidValueError
 
 FORMAT = b"kvcache blocks 1"  # to be changed whenever rows or keys come to mean something else
 
@@ -43,13 +43,21 @@ def encoded(name: str, value: Any) -> bytes:
 
     Raises:
         InvalidTypeError: `value` is no plain data; the message begins with `name`.
+        InvalidValueError: it is nested too deeply, or holds itself.
     """
+    try:
+        return _encoded(name, value)
+    except RecursionError:
+        raise InvalidValueError(f"{name} is nested too deeply, or holds itself; expected flat plain data") from None
+
+
+def _encoded(name: str, value: Any) -> bytes:
     if value is None:
         return _field(b"none", b"")
     if isinstance(value, bool):
         return _field(b"bool", b"1" if value else b"0")
     if isinstance(value, int):
-        return _field(b"int", b"%d" % value)
+        return _field(b"int", value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
     if isinstance(value, float):
         return _field(b"float", struct.pack(">d", value))
     if isinstance(value, str):
@@ -57,10 +65,10 @@ def encoded(name: str, value: Any) -> bytes:
     if isinstance(value, bytes):
         return _field(b"bytes", value)
     if isinstance(value, (list, tuple)):
-        return _field(b"list", b"".join(encoded(f"{name}[{index}]", entry) for index, entry in enumerate(value)))
+        return _field(b"list", b"".join(_encoded(f"{name}[{index}]", entry) for index, entry in enumerate(value)))
     if isinstance(value, Mapping):
-        entries = ((encoded(f"a key of {name}", key), key, entry) for key, entry in value.items())
-        pairs = sorted((key_bytes, encoded(f"{name}[{key!r}]", entry)) for key_bytes, key, entry in entries)
+        entries = ((_encoded(f"a key of {name}", key), key, entry) for key, entry in value.items())
+        pairs = sorted((key_bytes, _encoded(f"{name}[{key!r}]", entry)) for key_bytes, key, entry in entries)
         return _field(b"mapping", b"".join(map(b"".join, pairs)))
     raise InvalidTypeError(
         f"{name} is a {type(value).__name__}; expected plain data: None, a bool, int, float, str, bytes, or a list, "

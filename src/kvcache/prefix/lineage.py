@@ -26,12 +26,14 @@ class Lineage:
     num_unread: int = 0
     may_share: bool = True
 
-    def fork(self) -> "Lineage":
+    def fork(self, length: int) -> "Lineage":
         """Return what is true of a fork, whose found tokens count for the sequence itself only."""
-        return replace(self, num_unread=0)
+        other = replace(self, num_unread=0)
+        other.shorten(length)
+        return other
 
     def shorten(self, length: int) -> None:
-        """Take note that all but the first `length` tokens were dropped."""
+        """Take note that what comes behind the first `length` tokens may be another text from now on."""
         while self.node.parent is not None and self.node.stop > length:
             self.node = self.node.parent
         if self.media and self.media[-1].stop > length:  # whether the next tokens stand for a medium, nobody says

@@ -66,5 +66,7 @@ def usable_length(nodes: list[Node], length: int, tables: Mapping[str, BlockTabl
 
 def _last_missing(nodes: list[Node], kind: str, table: BlockTable, length: int) -> int:
     """Return the last place whose block the next token needs and that is not kept; -1 if there is none."""
+    if table.window is None:  # a node has always what is full
+        return -1
     sinks, seen = table.places_needed(length)
     return next((place for places in (seen, sinks) for place in reversed(places) if kind not in nodes[place].kept), -1)

@@ -31,7 +31,11 @@ class _Serials:
         given = self._given.get(id(thing))
         if given is not None and given[0]() is thing:
             return given[1]
-        return self._give(thing, id(thing), next(self._numbers))
+        return self._give(thing, id(thing), self.new())
+
+    def new(self) -> int:
+        """Return a number that nothing has yet."""
+        return next(self._numbers)
 
     def _give(self, thing: Any, key: int, number: int) -> int:
         def forget(gone: "weakref.ref[Any]") -> None:
@@ -42,7 +46,17 @@ class _Serials:
         return number
 
 
-serial = _Serials().of  # the number of a tensor, a module or a class
+_serials = _Serials()
+serial = _serials.of  # the number of a module or a class
+
+
+def tensor_serial(tensor: torch.Tensor) -> int:
+    """Return the number of a tensor, which stands in it: torch cannot swap tensors that have weak references."""
+    owner, number = getattr(tensor, "_kvcache_serial", (None, None))
+    if number is None or owner != id(tensor):  # copies take their attributes along
+        number = _serials.new()
+        tensor._kvcache_serial = id(tensor), number  # type: ignore[attr-defined]
+    return number
 
 
 class _Digest(Protocol):
@@ -91,7 +105,7 @@ def is_readable(tensor: torch.Tensor) -> bool:
 def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return which object a readable tensor is, where its elements lie, and its version."""
     return (
-        serial(tensor),
+        tensor_serial(tensor),
         tensor.data_ptr(),
         tensor.storage_offset(),
         tuple(tensor.shape),
@@ -104,7 +118,7 @@ def facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def facts_there_are(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return as much of this as a tensor has that is not readable."""
-    facts: list[Any] = [serial(tensor)]
+    facts: list[Any] = [tensor_serial(tensor)]
     for fact in ("data_ptr", "size", "dtype", "device", "_version"):
         try:
             value = getattr(tensor, fact)

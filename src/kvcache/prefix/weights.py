@@ -5,16 +5,17 @@
 
 The guard looks at every parameter and buffer: which object it is, its address, storage offset, shape, strides, dtype,
 device and version, and the values of up to 16 elements spread over it, the first and the last among them. It also looks
-at the modules (which objects they are, their classes, names and order), their plain attributes (`plain.py`; adapters
-are switched by these) except those that are an int, the training flag, forward hooks except this package's own, and
-the attributes of each module's `config`. A tensor whose elements cannot be read in place (sparse, quantised by torch,
-on the meta device) counts by the rest; a tensor subclass that is made of others counts by those too.
+at autocast, at the modules (which objects they are, their classes, names and order), their plain attributes
+(`plain.py`; adapters are switched by these) except those that are an int, the training flag, forward hooks except this
+package's own, and the attributes of each module's `config`. A tensor whose elements cannot be read in place (sparse,
+quantised by torch, on the meta device) counts by the rest; a tensor subclass that is made of others counts by those
+too.
 
-What can still slip through: a write through `.data` that changes none of the sampled elements, or to a dtype of less
-than a byte; an attribute that is an
-int, or an object of another type, such as a tensor that is neither parameter nor buffer; code that is replaced while it
-runs, such as a module's `forward`; whatever is changed and changed back between two looks. The fingerprint reads every
-byte, and attributes that are an int as well, but neither hooks nor the training flag.
+What can still slip through: a write through `.data` or NumPy, or in place to a tensor made in inference mode, that
+changes none of the sampled elements, or is to a dtype of less than a byte; an attribute that is an int, or an object of
+another type, such as a tensor that is neither parameter nor buffer; code that is replaced while it runs, such as a
+module's `forward`, and global hooks; whatever is changed and changed back between two looks. The fingerprint reads
+every byte, and attributes that are an int as well, but neither hooks nor the training flag.
 """
 
 import hashlib
@@ -56,7 +57,8 @@ class WeightsGuard:
     False
 
     Raises:
-        InvalidTypeError: `model` is not a `torch.nn.Module`.
+        InvalidTypeError: `model` is not a `torch.nn.Module`, or keeps weights packed, as torch's dynamic quantisation
+            and TorchScript do.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,7 +70,7 @@ class WeightsGuard:
 
         What is switched off and on again without a change to a tensor has its first state again.
         """
-        facts: list[Any] = []
+        facts: list[Any] = _autocast()
         samples: defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
         configs: dict[int, object] = {}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -106,9 +108,9 @@ def fingerprint(model: nn.Module) -> str:
     """Return 64 hexadecimal digits that name the weights and settings of `model`, the same in every process.
 
     Raises:
-        InvalidTypeError: `model` is not a `torch.nn.Module`, or has a tensor whose bytes cannot be read.
+        InvalidTypeError: `model` is not a `torch.nn.Module`, or has weights whose bytes cannot be read.
     """
-    _check_module(model)
+    model = _check_module(model)
     digest = hashlib.blake2b(digest_size=32)
     add_field(digest, "format", _FORMAT)
     for path, module in sorted(model.named_modules(remove_duplicate=False), key=lambda named: named[0]):
@@ -134,7 +136,24 @@ def fingerprint(model: nn.Module) -> str:
 def _check_module(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    return model
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) or any(map(_is_packed, vars(module).values())):
+            where = f"has {name}, which" if name else "which"
+            raise InvalidTypeError(
+                f"model {where} is a {type_name(module)} that keeps its weights packed, where they cannot be read; "
+                "expected modules with parameters and buffers"
+            )
+    whole: nn.Module = getattr(model, "_orig_mod", model)  # of what torch.compile returned
+    return whole
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, torch.ScriptObject)
+
+
+def _autocast() -> list[Any]:
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [(torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in kinds]
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:

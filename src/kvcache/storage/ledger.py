@@ -56,7 +56,7 @@ class BlockLedger:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out: free ones and idle ones."""
+        """Blocks that can be handed out: free ones, and idle ones once `make_room` has freed them."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -80,6 +80,11 @@ class BlockLedger:
         """Return how many hold `block`."""
         return len(self._holders.get(block, ()))
 
+    def make_room(self, num_blocks: int) -> None:
+        """Let the keeper let go of idle blocks until so many are free, or none is idle."""
+        while self._keeper is not None and len(self._free) < num_blocks and self._keeper.let_go():
+            pass
+
     def is_idle(self, block: int) -> bool:
         """Whether only the keeper holds `block`."""
         return block in self._idle
@@ -93,9 +98,7 @@ class BlockLedger:
         self._keeper = keeper
 
     def allocate(self, holder: object) -> int:
-        """Give a free block to `holder`, or one that was idle; one must be available."""
-        if not self._free and self._keeper is not None:
-            self._keeper.let_go()
+        """Give a free block to `holder`; there must be one."""
         block = self._free.pop()
         self._holders[block] = {holder}
         return block

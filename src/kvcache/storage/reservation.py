@@ -53,7 +53,10 @@ class Reservation:
     """
 
     def __init__(self, kind: str, requests: Iterable[Request]) -> None:
-        self.growths = [_grow(*entry) for entry in _checked_plan(kind, requests)]
+        plan = _checked_plan(kind, requests)
+        if plan:
+            plan[0][0].ledger.make_room(_num_blocks(plan))
+        self.growths = [_grow(*entry) for entry in plan]
 
     @property
     def copies(self) -> list[tuple[int, int]]:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 class Lineage(Protocol):
     """What somebody remembers of where a sequence's blocks come from; see `kvcache.prefix`."""
 
-    def fork(self) -> "Lineage":
-        """Return what is to be remembered of a fork."""
+    def fork(self, length: int) -> "Lineage":
+        """Return what is to be remembered of a fork of so many tokens."""
 
     def shorten(self, length: int) -> None:
-        """Take note that all but the first `length` tokens were dropped."""
+        """Take note that what comes behind the first `length` tokens may be another text from now on."""
 
 
 class Sequence:
@@ -71,7 +71,7 @@ class Sequence:
         """
         self.check_usable()
         other = self.pool.adopt({kind: table.fork() for kind, table in self._tables.items()}, self._tokens[:])
-        other.lineage = None if self.lineage is None else self.lineage.fork()
+        other.lineage = None if self.lineage is None else self.lineage.fork(self.seq_len)
         return other
 
     def can_rollback(self, n: int) -> bool:
@@ -129,11 +129,13 @@ class Sequence:
         """Return the ids of the tokens from `start` to before `stop`."""
         return self._tokens[start:stop]
 
-    def extend(self, tokens: "array[int]") -> None:
+    def extend(self, tokens: "array[int]", num_rejected: int) -> None:
         """Take new tokens whose rows are in the blocks, and give back the blocks behind them."""
         self._tokens.extend(tokens)
         for table in self._tables.values():
             table.shorten(self.seq_len)
+        if num_rejected and self.lineage is not None:
+            self.lineage.shorten(self.seq_len)
 
     def drop_left_behind(self) -> None:
         """Give back the blocks that windows have left."""

@@ -161,5 +161,5 @@ class CacheSpec:
 
     def check_kind(self, kind: Any) -> None:
         """Check that there are layers of this kind."""
-        if kind not in self.kinds:
+        if not isinstance(kind, str) or kind not in self.kinds:
             raise InvalidValueError(f"kind is {kind!r}; expected one of {list(self.kinds)}")

@@ -194,7 +194,7 @@ class Step:
             reservation.settle()
         self._close()
         for sequence, ids, count in zip(self.sequences, self._ids, kept, strict=True):
-            sequence.extend(ids[:count])
+            sequence.extend(ids[:count], num_rejected=len(ids) - count)
         try:
             if self.pool.observer is not None:
                 self.pool.observer.committed(self.sequences)

@@ -10,7 +10,6 @@ the oldest first. Where blocks are short, the newest running text is preempted, 
 
 import time
 from bisect import insort
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -43,8 +42,8 @@ class Scheduler:
     ) -> None:
         self.prefixes = prefixes
         self.pool = prefixes.pool
-        self.waiting: deque[Branch] = deque()
-        self.running: list[Branch] = []  # in the order in which requests were made
+        self.waiting: list[Branch] = []  # in the order in which requests were made, as
+        self.running: list[Branch] = []
         self.num_preemptions = 0
         self._forward = forward
         self._max_step_tokens = max_step_tokens
@@ -123,19 +122,36 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._max_running:
-            state = self.pool.num_available, len(self.running)
-            if self.running and state == self._refused_in:
+        for branch in list(self.waiting):
+            if len(self.running) >= self._max_running:
                 return
-            branch = self.waiting[0]
+            if self._is_under_way(branch):  # so that it will be found
+                continue
+            if self.running and (self.pool.num_available, len(self.running)) == self._refused_in:
+                return
             sequence = self.prefixes.acquire(branch.tokens, branch.request.namespace)
             if self.running and not self._has_room(len(branch.tokens), sequence):
                 sequence.free()
                 self._refused_in = self.pool.num_available, len(self.running)
                 return
-            self.waiting.popleft()
+            self.waiting.remove(branch)
             branch.sequence = sequence
             self._start(branch)
+
+    def _is_under_way(self, branch: Branch) -> bool:
+        """Whether a running text has yet to run a block or more that this one begins with too."""
+        for other in self.running:
+            if other.request.namespace != branch.request.namespace or other.sequence is None:
+                continue
+            num_run = other.sequence.seq_len
+            if len(other.tokens) - num_run > 1:
+                pairs = zip(other.tokens, branch.tokens, strict=False)
+                common = next((place for place, (one, two) in enumerate(pairs) if one != two), None)
+                if common is None:
+                    common = min(len(other.tokens), len(branch.tokens))
+                if common - num_run >= self.pool.block_size:
+                    return True
+        return False
 
     def _has_room(self, num_tokens: int, sequence: Sequence) -> bool:
         """Whether a text can run all its tokens while every running one gets a block more."""
@@ -193,7 +209,7 @@ class Scheduler:
     def _preempt(self, branch: Branch) -> None:
         self.num_preemptions += 1
         self._release(branch)
-        self.waiting.appendleft(branch)  # in order: those that wait were made later, or are preempted already
+        insort(self.waiting, branch, key=self._place)
 
     def _release(self, branch: Branch) -> None:
         """Let a running text give its blocks back; what it has computed can be found as long as there is room."""

@@ -9,29 +9,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvcache.prefix.nodes import Node
+from kvcache.prefix.nodes import KeptBlock, Node
 from kvcache.storage.ledger import BlockLedger
-
-
-class KeptBlock:
-    """A block that is kept beyond its use.
-
-    Attributes:
-        block: its id.
-        node: the tokens whose rows it holds; `node.stop` is the position behind the last one.
-        created: when it was kept first, as a number that only grows.
-        last_used: when somebody else let go of it last, likewise.
-    """
-
-    __slots__ = ("block", "created", "last_used", "node")
-
-    def __init__(self, block: int, node: Node, now: int) -> None:
-        self.block = block
-        self.node = node
-        self.created = self.last_used = now
-
-    def __repr__(self) -> str:
-        return f"KeptBlock({self.block}, created={self.created}, last_used={self.last_used})"
 
 
 Policy = Callable[[KeptBlock], Any]

@@ -12,12 +12,29 @@ block begins with the whole content of a sibling: the longer one says as much an
 
 from bisect import bisect_left
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from kvcache.prefix.content import common_tokens
 
-if TYPE_CHECKING:
-    from kvcache.prefix.eviction import KeptBlock
+
+class KeptBlock:
+    """A block that is kept beyond its use.
+
+    Attributes:
+        block: its id.
+        node: the tokens whose rows it holds; `node.stop` is the position behind the last one.
+        created: when it was kept first, as a number that only grows.
+        last_used: when somebody else let go of it last, likewise.
+    """
+
+    __slots__ = ("block", "created", "last_used", "node")
+
+    def __init__(self, block: int, node: "Node", now: int) -> None:
+        self.block = block
+        self.node = node
+        self.created = self.last_used = now
+
+    def __repr__(self) -> str:
+        return f"KeptBlock({self.block}, created={self.created}, last_used={self.last_used})"
 
 
 class Node:

@@ -10,9 +10,9 @@ from functools import partial
 from itertools import pairwise
 
 from kvcache.prefix.content import Content
-from kvcache.prefix.eviction import EvictionQueue, KeptBlock, Policy
+from kvcache.prefix.eviction import EvictionQueue, Policy
 from kvcache.prefix.lineage import Lineage
-from kvcache.prefix.nodes import Node, Root
+from kvcache.prefix.nodes import KeptBlock, Node, Root
 from kvcache.storage.pool import BlockPool
 from kvcache.storage.sequence import Sequence
 

@@ -12,7 +12,6 @@ from typing import Any
 from kvcache.prefix.nodes import KeptBlock, Node
 from kvcache.storage.ledger import BlockLedger
 
-
 Policy = Callable[[KeptBlock], Any]
 
 

@@ -1,7 +1,6 @@
 """`kvcache generate`: continue a prompt, stream the text, and say what the cache saved."""
 
 import functools
-import math
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 
 from kvcache.checks import check_dtype, dtype_name
+from kvcache.cli import options
 from kvcache.cli.progress import progress_bar
 from kvcache.cli.prompt import encode, read_prompt
 from kvcache.errors import InvalidValueError
@@ -29,32 +29,20 @@ Examples:
   kvcache generate --prompt-file report.txt --model ./my-model --json
 """
 
-SAMPLING = "Sampling"
-OUTPUT = "Output"
-
 
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; [bold]-[/bold] reads it from standard input.")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this file (UTF-8) instead.")] = None,
-    model: Annotated[
-        str, typer.Option(help="[bold]smollm2[/bold], a folder in transformers' format, a GGUF file or a hub id.")
-    ] = "smollm2",
+    model: options.Model = "smollm2",
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many new tokens.", min=1)] = 128,
     min_new_tokens: Annotated[
         int, typer.Option(help="Do not let the model end the text before this many new tokens.", min=0)
     ] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="Of the weights and what is computed: float32, bfloat16, float16 or float64.")
-    ] = "float32",
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            help="How the cache keeps keys and values: bfloat16, int8, int8/int4 (apart) ...; default: the --dtype."
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")] = "cpu",
+    dtype: options.Dtype = "float32",
+    storage: options.Storage = None,
+    device: options.Device = "cpu",
     raw: Annotated[
         bool, typer.Option("--raw", help="Give the prompt as it is, without the model's chat template.")
     ] = False,
@@ -64,41 +52,17 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Run it again without a cache and show both side by side.")
     ] = False,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            help="0 takes the likeliest token (greedy); above, tokens are sampled.", min=0.0, rich_help_panel=SAMPLING
-        ),
-    ] = 0.0,
-    top_k: Annotated[
-        int, typer.Option(help="Sample among the k likeliest tokens; 0: all.", min=0, rich_help_panel=SAMPLING)
-    ] = 0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            help="Sample among the likeliest tokens that sum to this probability.",
-            min=0.0,
-            max=1.0,
-            rich_help_panel=SAMPLING,
-        ),
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            help="Drop tokens less likely than this share of the likeliest.", min=0.0, max=1.0, rich_help_panel=SAMPLING
-        ),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 makes repeating a token less likely.", rich_help_panel=SAMPLING)
-    ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Makes sampling repeatable.", min=0, rich_help_panel=SAMPLING)
-    ] = None,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the text and nothing else.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--quiet", "-q", help="Print the text and nothing else.", rich_help_panel=options.OUTPUT)
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as one JSON object.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--json", help="Print everything as one JSON object.", rich_help_panel=options.OUTPUT)
     ] = False,
 ) -> None:
     """Continue a prompt with a language model, and see what the KV cache saved.
@@ -116,13 +80,7 @@ def generate(
         raise InvalidValueError(
             f"--min-new-tokens is {min_new_tokens}; expected at most --max-new-tokens = {max_new_tokens}"
         )
-    if not (math.isfinite(temperature) and math.isfinite(repetition_penalty) and repetition_penalty > 0):
-        raise InvalidValueError(
-            f"--temperature is {temperature} and --repetition-penalty {repetition_penalty}; expected finite numbers, "
-            "the penalty above 0"
-        )
-    if temperature == 0 and (top_k, top_p, min_p) != (0, 1.0, 0.0):
-        raise InvalidValueError("--top-k, --top-p and --min-p shape sampling; give a --temperature above 0 too")
+    options.check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     messages = Console(stderr=True)
 
     with messages.status("Starting") as status:

@@ -8,7 +8,7 @@ import typer
 from typer.exceptions import TyperException
 
 import kvcache
-from kvcache.cli import generate, plan, verify
+from kvcache.cli import chat, generate, plan, verify
 from kvcache.errors import KVCacheError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(epilog=generate.EPILOG)(generate.generate)
+app.command(epilog=chat.EPILOG)(chat.chat)
 app.command(epilog=verify.EPILOG)(verify.verify)
 app.command(epilog=plan.EPILOG)(plan.plan)
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from kvcache.checks import check_dtype, dtype_name
-from kvcache.cli import machine, units
+from kvcache.cli import machine, options, units
 from kvcache.errors import InvalidValueError
 from kvcache.memory import free_memory, parse_size
 from kvcache.plan import Machine, Plan
@@ -27,22 +27,14 @@ Examples:
 
 STORAGES = ("float32", "bfloat16", "int8", "int8/int4", "int4")
 MACHINE = "Machine"
-OUTPUT = "Output"
 
 
 def plan(
-    model: Annotated[
-        str, typer.Option(help="[bold]smollm2[/bold], a folder in transformers' format, a GGUF file or a hub id.")
-    ] = "smollm2",
+    model: options.Model = "smollm2",
     context: Annotated[int, typer.Option(help="Tokens of each sequence.", min=1)] = 2048,
     batch: Annotated[int, typer.Option(help="Sequences that are decoded at once.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16 or float64.")] = "float32",
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            help="How the cache keeps keys and values: bfloat16, int8, int8/int4 (apart) ...; default: the --dtype."
-        ),
-    ] = None,
+    storage: options.Storage = None,
     block_size: Annotated[
         int | None,
         typer.Option(help="Keep rows in whole blocks of so many tokens, as a pool does; default: single rows.", min=1),
@@ -67,11 +59,12 @@ def plan(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw memory and step time over the context into this .png, .svg or .pdf.", rich_help_panel=OUTPUT
+            help="Draw memory and step time over the context into this .png, .svg or .pdf.",
+            rich_help_panel=options.OUTPUT,
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as one JSON object.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--json", help="Print everything as one JSON object.", rich_help_panel=options.OUTPUT)
     ] = False,
 ) -> None:
     """Say what fits into memory, and how fast decoding can be at best, from a model's configuration alone.

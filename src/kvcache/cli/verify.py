@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcache.checks import check_dtype, dtype_name
+from kvcache.cli import options
 from kvcache.cli.progress import progress_bar
 from kvcache.storage.codecs import check_storage
 
@@ -44,9 +45,7 @@ STYLES = {"exact": "green", "rounding": "green", "lossy as configured": "green",
 
 
 def verify(
-    model: Annotated[
-        str, typer.Option(help="[bold]smollm2[/bold], a folder in transformers' format, a GGUF file or a hub id.")
-    ] = "smollm2",
+    model: options.Model = "smollm2",
     cache: Annotated[
         str,
         typer.Option(
@@ -68,10 +67,8 @@ def verify(
     lossy: Annotated[
         bool, typer.Option("--lossy", help="The factory's cache rounds what it keeps on purpose.")
     ] = False,
-    dtype: Annotated[
-        str, typer.Option(help="Of the weights and what is computed: float32, bfloat16, float16 or float64.")
-    ] = "float32",
-    device: Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")] = "cpu",
+    dtype: options.Dtype = "float32",
+    device: options.Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Hold a model's cache against a run without one, in everything that people do with a cache.
@@ -133,8 +130,8 @@ def verify(
 
 def _subject(model: str, cache: str, storage: str | None, attention: bool) -> str:
     name = {"kvcache": "kvcache.hf.cache_for", "dynamic": "DynamicCache", "static": "StaticCache"}.get(cache, cache)
-    options = ([f"storage {storage}"] if storage else []) + (["use_attention"] if attention else [])
-    return f"{model} with {name}" + (f" ({', '.join(options)})" if options else "")
+    details = ([f"storage {storage}"] if storage else []) + (["use_attention"] if attention else [])
+    return f"{model} with {name}" + (f" ({', '.join(details)})" if details else "")
 
 
 def _print(report: "Report") -> None:

@@ -5,6 +5,8 @@ import pytest
 
 import kvcache
 
+BUILT_IN = (ValueError, TypeError, OSError, RuntimeError)
+
 
 def test_transformers_is_imported_when_kvcache_hf_is_first_asked_for():
     code = (
@@ -18,7 +20,7 @@ def test_transformers_is_imported_when_kvcache_hf_is_first_asked_for():
 
 
 def test_every_public_name_is_there_and_documented():
-    for module in (kvcache, kvcache.hf):
+    for module in (kvcache, kvcache.engine, kvcache.hf, kvcache.prefix):
         for name in module.__all__:
             assert getattr(module, name).__doc__
 
@@ -28,4 +30,4 @@ def test_every_exception_is_a_kvcache_error_and_a_builtin_one():
     assert {error.__name__ for error in errors} >= {"CacheFullError", "RollbackError", "ModelError"}
     for error in errors:
         assert issubclass(error, kvcache.KVCacheError)
-        assert error is kvcache.KVCacheError or issubclass(error, (ValueError, TypeError, OSError, NotImplementedError))
+        assert error is kvcache.KVCacheError or issubclass(error, BUILT_IN)

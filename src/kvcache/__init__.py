@@ -49,6 +49,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals(), "Engine", "engine", "hf", "verify", "__version__"})
+
+
 def __getattr__(name: str) -> Any:
     """Import what is costly only when it is asked for: `hf`, `verify`, `engine` and its `Engine`, and the version."""
     if name in ("engine", "hf", "verify"):

@@ -290,6 +290,7 @@ def test_a_look_up_alone_holds_and_counts_nothing():
         ([1, 2.0], InvalidTypeError, r"tokens\[1\] is a float \(2.0\); expected an integer token id"),
         ([1, True], InvalidTypeError, r"tokens\[1\] is a bool"),
         ("12", InvalidTypeError, "tokens is a str; expected a list of token ids"),
+        ({"input_ids": [1]}, InvalidTypeError, "tokens is a dict; expected a list of token ids, such as its input_ids"),
         (torch.tensor([1.0]), InvalidTypeError, "tokens"),
         (torch.tensor([[1]]), InvalidValueError, "tokens"),
         ([2**63], InvalidValueError, r"tokens\[0\] is 9223372036854775808"),

@@ -1,5 +1,6 @@
 """A pool and its sequences: what they are made from, what they refuse, and that `check` finds what is wrong."""
 
+import contextlib
 from array import array
 
 import pytest
@@ -368,3 +369,17 @@ def test_check_finds(fault, message):
     fault(pool, sequence)
     with pytest.raises(AssertionError, match=message):
         pool.check()
+
+
+def test_a_with_statement_frees_its_sequence_whatever_ends_it():
+    pool = new_pool()
+    with pool.new_sequence() as text:
+        append_only(pool, {text: [1, 2, 3]})
+        assert not text.is_freed
+    assert text.is_freed
+    with contextlib.suppress(RuntimeError), pool.new_sequence() as text:
+        append_only(pool, {text: [1, 2, 3]})
+        raise RuntimeError
+    with pool.new_sequence() as text:
+        text.free()
+    assert (pool.sequences, pool.num_free) == ([], pool.num_blocks)

@@ -12,7 +12,7 @@ from kvcache.storage.table import BlockTable
 class LookupEnd(StrEnum):
     """Why no more tokens can be reused."""
 
-    WHOLE = "as many as were asked for"  # by default all but the last, whose logits are wanted
+    WHOLE = "all but the last token, or as many as were asked for"
     NOT_KEPT = "the next tokens are not kept"
     WINDOW = "rows that a window needs are not kept"
     NOTHING_KEPT = "nothing is kept in this namespace, with the weights as they are"

@@ -1,7 +1,7 @@
 """One sequence of tokens in a pool: what it has seen, and one block table for each kind of layers."""
 
 from array import array
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from kvcache.checks import check_int, check_up_to_seq_len
 from kvcache.errors import InvalidValueError, RollbackError
@@ -26,7 +26,7 @@ class Sequence:
     """The tokens of one text, whose keys and values are in the blocks of a pool; made by `BlockPool.new_sequence`.
 
     It grows by a step of the pool. What is done to it here moves no row: forks share their blocks until one of them
-    writes, and going back shortens tables.
+    writes, and going back shortens tables. A `with` statement frees it at its end.
     """
 
     def __init__(self, pool: "BlockPool", tables: dict[str, BlockTable], tokens: "array[int]") -> None:
@@ -120,6 +120,13 @@ class Sequence:
             table.shorten(0)
         self._tables = {}
         self.pool.forget(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self.is_freed:
+            self.free()
 
     def table(self, kind: str) -> BlockTable:
         """Return the block table for the layers of one kind."""

@@ -2,7 +2,7 @@
 
 import operator
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ def check_token_ids(name: str, ids: Any) -> "array[int]":
         check_integers(name, ids, "(T,)")
         check_shape(name, tuple(ids.shape), (None,), "(T,)")
         ids = ids.tolist()
+    if isinstance(ids, Mapping):
+        raise InvalidTypeError(f"{name} is a {type(ids).__name__}; expected a list of token ids, such as its input_ids")
     if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Iterable):
         raise InvalidTypeError(f"{name} is a {type(ids).__name__}; expected a list of token ids")
     ids = list(ids)

@@ -1,7 +1,10 @@
 """The engine: many prompts at once over one model and one pool."""
 
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -9,19 +12,22 @@ from transformers import PreTrainedModel
 
 from kvcache.checks import check_int
 from kvcache.engine.completion import Completion
-from kvcache.engine.job import Job
+from kvcache.engine.job import Job, Pieces
 from kvcache.engine.options import options_of
 from kvcache.engine.request import Request
 from kvcache.engine.scheduler import Scheduler
 from kvcache.engine.worker import Worker
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.hf import forward_step, load_model, use_attention
+from kvcache.hf.cache import unchanged_positions
 from kvcache.hf.guard import check_decoder_only
 from kvcache.hf.prompt import Prompt, fitting_new_tokens, prompt_ids
 from kvcache.memory import free_memory, parse_size
 from kvcache.prefix import PrefixCache, PrefixStatistics
+from kvcache.prefix.keys import encoded
 from kvcache.storage import BlockPool, CacheSpec
 from kvcache.storage.codecs import StorageLike
+from kvcache.storage.model_config import decoder_config
 
 SHARE_OF_FREE_MEMORY = 4  # one part of so many, where it is not said
 WHOLE_TEXTS = 16  # and no more than so many texts of the model's whole context take
@@ -84,8 +90,9 @@ class Engine:
         num_blocks = _num_blocks(spec, memory, block_size, kept, model)
         pool = BlockPool(spec, num_blocks, block_size, kept, model.device)
         self._prefixes = PrefixCache(pool, model)
-        self._scheduler = Scheduler(self._prefixes, self._forward, max_step_tokens, max_running)
-        self._worker = Worker(self._scheduler, lambda: use_attention(model))
+        scheduler = Scheduler(self._prefixes, partial(forward_step, model), max_step_tokens, max_running)
+        self._worker = Worker(scheduler, partial(use_attention, model))
+        weakref.finalize(self, self._worker.stop)  # its thread knows the worker, and nobody but callers the engine
 
     @classmethod
     def from_pretrained(
@@ -128,17 +135,19 @@ class Engine:
 
         Raises:
             InvalidTypeError, InvalidValueError: the prompt is none of these, empty, or longer than the model's context,
-                or holds ids that the model does not know; an option is unknown or out of range.
+                or holds ids that the model does not know; an option is unknown or out of range; the namespace is no
+                plain data.
             EngineClosedError: the engine is closed.
         """
         checked = options_of(self.model.generation_config, options)
+        encoded("namespace", namespace)
         ids = prompt_ids(self.tokenizer, prompt)
         num_known = self.model.get_input_embeddings().weight.shape[0]
         if (largest := max(ids)) >= num_known:
             raise InvalidValueError(f"prompt holds the id {largest}; expected ids in [0, {num_known - 1}]")
-        checked = checked.limited(fitting_new_tokens(self.model, len(ids)))
+        checked = checked.limited(_fitting_new_tokens(self.model, len(ids)))
         request = Request(ids, checked, self.tokenizer, namespace)
-        job = Job(request, self._worker.cancel)
+        job = Job(request, self._cancel)
         self._worker.submit(request)
         return job
 
@@ -153,12 +162,12 @@ class Engine:
         finally:
             job.cancel()
 
-    def stream(self, prompt: Prompt, *, namespace: Any = None, **options: Any) -> Iterator[str]:
+    def stream(self, prompt: Prompt, *, namespace: Any = None, **options: Any) -> Pieces:
         """Yield a text in pieces as they come, never a part of a character; closing the iterator cancels it.
 
-        Takes and raises what `submit` does.
+        Takes and raises what `submit` does, and refuses `num_return_sequences` above 1.
         """
-        return iter(self.submit(prompt, namespace=namespace, **options))
+        return iter(self._for_one_text(prompt, namespace, options))
 
     def generate_many(
         self,
@@ -175,42 +184,36 @@ class Engine:
             return_exceptions: whether what is wrong with a prompt stands in its place; else the first error is raised,
                 once all others are done.
             progress: whether to show a bar; default: on a terminal.
-            options: for all of them.
+            options: for all of them, and so is a `namespace`; `submit` takes one for each.
         """
         from tqdm.auto import tqdm
 
-        jobs = [self._submitted(prompt, options) for prompt in prompts]
-        outcomes: list[Any] = []
-        try:
+        with self._all_submitted(prompts, options) as jobs:
             disable = None if progress is None else not progress
-            for job in tqdm(jobs, disable=disable, unit="prompt"):
-                outcomes.append(_outcome(job))
-        finally:
-            for job in jobs:
-                if isinstance(job, Job):
-                    job.cancel()
+            outcomes = [_outcome(job) for job in tqdm(jobs, disable=disable, unit="prompt")]
         return _raised(outcomes, return_exceptions)
 
     async def agenerate(self, prompt: Prompt, *, namespace: Any = None, **options: Any) -> Any:
         """As `generate`, for asyncio."""
         return _one_or_all(await self.submit(prompt, namespace=namespace, **options).wait())
 
-    async def astream(self, prompt: Prompt, *, namespace: Any = None, **options: Any) -> AsyncIterator[str]:
+    async def astream(self, prompt: Prompt, *, namespace: Any = None, **options: Any) -> AsyncGenerator[str, None]:
         """As `stream`, for asyncio."""
-        async for piece in self.submit(prompt, namespace=namespace, **options):
-            yield piece
+        async with aclosing(aiter(self._for_one_text(prompt, namespace, options))) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def agenerate_many(
         self, prompts: Sequence[Prompt], *, return_exceptions: bool = False, **options: Any
     ) -> list[Any]:
         """As `generate_many`, for asyncio."""
-        jobs = [self._submitted(prompt, options) for prompt in prompts]
         outcomes: list[Any] = []
-        for job in jobs:
-            try:
-                outcomes.append(job if isinstance(job, Exception) else _one_or_all(await job.wait()))
-            except Exception as error:
-                outcomes.append(error)
+        with self._all_submitted(prompts, options) as jobs:
+            for job in jobs:
+                try:
+                    outcomes.append(job if isinstance(job, Exception) else _one_or_all(await job.wait()))
+                except Exception as error:
+                    outcomes.append(error)
         return _raised(outcomes, return_exceptions)
 
     def close(self) -> None:
@@ -228,14 +231,45 @@ class Engine:
         size = f"{self.num_tokens:,} tokens, {pool.nbytes / 1e6:,.1f} MB"
         return f"Engine({type(self.model).__name__}, room for {size} in {pool.storage})"
 
-    def _forward(self, step: Any) -> torch.Tensor:
-        return forward_step(self.model, step)
+    def _for_one_text(self, prompt: Prompt, namespace: Any, options: dict[str, Any]) -> Job:
+        if (number := options_of(self.model.generation_config, options).num_return_sequences) > 1:
+            raise InvalidValueError(f"num_return_sequences is {number}; expected 1, as a stream is one text")
+        return self.submit(prompt, namespace=namespace, **options)
 
-    def _submitted(self, prompt: Prompt, options: dict[str, Any]) -> Job | Exception:
+    def _cancel(self, request: Request) -> None:
+        self._worker.cancel(request)  # through the engine, which so lives as long as somebody has a job of it
+
+    @contextmanager
+    def _all_submitted(self, prompts: Sequence[Prompt], options: dict[str, Any]) -> Iterator[list[Job | Exception]]:
+        """Submit many prompts, and cancel what is left of them at the end."""
+        if isinstance(prompts, str):
+            raise InvalidTypeError("prompts is a str; expected a list of prompts")
+        jobs: list[Job | Exception] = []
         try:
-            return self.submit(prompt, **options)
-        except (InvalidTypeError, InvalidValueError) as error:
-            return error
+            for prompt in prompts:
+                try:
+                    jobs.append(self.submit(prompt, **options))
+                except Exception as error:
+                    jobs.append(error)
+            yield jobs
+        finally:
+            for job in jobs:
+                if isinstance(job, Job):
+                    job.cancel()
+
+
+def _fitting_new_tokens(model: Any, num_tokens: int) -> int:
+    """Return how many tokens the context, and positions that do not depend on the length, leave room for."""
+    fitting = fitting_new_tokens(model, num_tokens)
+    unchanged = unchanged_positions(decoder_config(model.config))
+    if unchanged is None:
+        return fitting
+    if num_tokens > unchanged.num_tokens:
+        raise InvalidValueError(
+            f"the prompt has {num_tokens:,} tokens; rotary positions of type {unchanged.rope_type!r} change "
+            f"beyond {unchanged.num_tokens:,}, expected at most those"
+        )
+    return min(fitting, unchanged.num_tokens - num_tokens + 1)
 
 
 def _one_or_all(texts: list[Completion]) -> Completion | list[Completion]:
@@ -271,6 +305,8 @@ def _num_blocks(
         nbytes = parse_size("memory", memory)
     else:
         nbytes = check_int("memory", memory, minimum=1)
+    if (free := free_memory(model.device)) is not None and nbytes > free:
+        raise InvalidValueError(f"memory is {nbytes:,} bytes, and {free:,} are free; expected at most that")
     if nbytes < block_nbytes:
         raise InvalidValueError(
             f"memory is {nbytes:,} bytes; a block of {block_size} tokens takes {block_nbytes:,}, expected at least that"

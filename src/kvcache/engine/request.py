@@ -96,6 +96,11 @@ class Branch:
         return self.tokens[self.sequence.seq_len if self.sequence is not None else 0 :]
 
     @property
+    def shares_open_block(self) -> bool:
+        """Whether it would write a block that others may hold."""
+        return self.sequence is not None and self.sequence.seq_len % self.sequence.pool.block_size > 0
+
+    @property
     def takes_the_likeliest(self) -> bool:
         """Whether the next token is the likeliest by the model's own logits."""
         return self._sampler.takes_the_likeliest
@@ -121,8 +126,7 @@ class Branch:
         if count == 1:
             self._first_token = self._last_token
         is_end = token in options.eos_token_id
-        piece = self._detokenizer.push([token])
-        self._show(piece if count < options.min_new_tokens else self._stops.push(piece))
+        self._push(self._detokenizer.push([token]))
         if is_end or count == options.max_new_tokens:
             self.end("stop" if is_end else "length")
         elif self._stops.is_hit:
@@ -130,7 +134,7 @@ class Branch:
 
     def end(self, reason: FinishReason) -> None:
         """End the text."""
-        self._show(self._stops.push(self._detokenizer.finish()))
+        self._push(self._detokenizer.finish())
         if self._stops.is_hit:
             reason = "stop"
         self._show(self._stops.finish())
@@ -150,6 +154,10 @@ class Branch:
             timings=timings,
             logprobs=None if request.options.logprobs is None else self._logprobs,
         )
+
+    def _push(self, text: str) -> None:
+        may_stop = len(self.tokens) - len(self.request.ids) >= self.request.options.min_new_tokens
+        self._show(self._stops.push(text, may_stop))
 
     def _show(self, piece: str) -> None:
         if piece:

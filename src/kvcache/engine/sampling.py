@@ -1,5 +1,6 @@
 """The next token of one text: transformers' logits processors over one row of logits, and a draw of its own."""
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class Sampler:
         self._processors = _processors(options, prompt_length, device)
         self._generator: torch.Generator | None = None
         if options.do_sample:
-            seed = secrets.randbits(63) if options.seed is None else options.seed + index
+            seed = secrets.randbits(63) if options.seed is None else _seed_of(options.seed, index)
             self._generator = torch.Generator(device).manual_seed(seed)
 
     @property
@@ -79,6 +80,11 @@ class Sampler:
         logprobs = logits.log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(self._options.logprobs, len(logprobs)))
         return TokenLogprobs(float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """Return the seed of one of a request's texts; those of neighbouring seeds have nothing in common."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "big")
 
 
 def _processors(options: Options, prompt_length: int, device: torch.device) -> LogitsProcessorList:

@@ -11,6 +11,7 @@ the oldest first. Where blocks are short, the newest running text is preempted, 
 import time
 from bisect import insort
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -66,9 +67,9 @@ class Scheduler:
         size = self.pool.block_size
         tables = self.pool.new_tables()
         for kind, table in tables.items():
-            most = table.num_blocks_for(num_tokens) + 1  # a block that others hold is copied before it is written
-            if table.window is not None:  # and a block may be written before the first one is left
-                most = min(most, table.num_sink_blocks + -(-table.window // size) + 3)
+            most = table.num_blocks_for(num_tokens)
+            if table.window is not None:  # of which a block is left only once the next one is written
+                most = min(most, table.num_sink_blocks + -(-table.window // size) + 1)
             if most > (there := self.pool.num_blocks[kind]):
                 raise InvalidValueError(
                     f"a prompt with its new tokens takes {num_tokens} tokens, {most} blocks of the {kind} layers; "
@@ -104,8 +105,7 @@ class Scheduler:
     def step(self) -> bool:
         """Run one step, and return whether there was anything to run.
 
-        Raises:
-            What the model raises; the texts of the step are ended with it, and their requests.
+        What the model raises ends the requests that are in the step.
         """
         self._admit()
         if not self.running:
@@ -115,8 +115,8 @@ class Scheduler:
             with step:
                 logits = self._forward(step)
         except Exception as error:
-            for request in {branch.request for branch, _ in batch}:
-                self._end(request, error)
+            for branch, _ in batch:
+                self._end(branch.request, error)
             return True
         self._pick([branch for branch, _ in batch], logits)
         return True
@@ -125,11 +125,17 @@ class Scheduler:
         for branch in list(self.waiting):
             if len(self.running) >= self._max_running:
                 return
+            if branch.request.outcome is not None:  # another of its texts could not be looked up
+                continue
             if self._is_under_way(branch):  # so that it will be found
                 continue
             if self.running and (self.pool.num_available, len(self.running)) == self._refused_in:
                 return
-            sequence = self.prefixes.acquire(branch.tokens, branch.request.namespace)
+            try:
+                sequence = self.prefixes.acquire(branch.tokens, branch.request.namespace)
+            except Exception as error:
+                self._end(branch.request, error)
+                continue
             if self.running and not self._has_room(len(branch.tokens), sequence):
                 sequence.free()
                 self._refused_in = self.pool.num_available, len(self.running)
@@ -143,14 +149,10 @@ class Scheduler:
         for other in self.running:
             if other.request.namespace != branch.request.namespace or other.sequence is None:
                 continue
-            num_run = other.sequence.seq_len
-            if len(other.tokens) - num_run > 1:
-                pairs = zip(other.tokens, branch.tokens, strict=False)
-                common = next((place for place, (one, two) in enumerate(pairs) if one != two), None)
-                if common is None:
-                    common = min(len(other.tokens), len(branch.tokens))
-                if common - num_run >= self.pool.block_size:
-                    return True
+            end = other.sequence.seq_len + self.pool.block_size
+            runs_a_prompt = len(other.tokens) - other.sequence.seq_len > 1
+            if runs_a_prompt and len(branch.tokens) >= end and other.tokens[:end] == branch.tokens[:end]:
+                return True
         return False
 
     def _has_room(self, num_tokens: int, sequence: Sequence) -> bool:
@@ -203,6 +205,8 @@ class Scheduler:
                     self._preempt(self.running[-1])
                 elif max_tokens > 1:
                     max_tokens //= 2
+                elif self.running[0].shares_open_block:
+                    self._stop_sharing(self.running[0])
                 else:
                     raise
 
@@ -211,35 +215,50 @@ class Scheduler:
         self._release(branch)
         insort(self.waiting, branch, key=self._place)
 
+    def _stop_sharing(self, branch: Branch) -> None:
+        """Let the only running text compute its open block anew, where there is no room for a copy to write."""
+        assert branch.sequence is not None
+        length, request = branch.sequence.seq_len, branch.request
+        branch.sequence.free()
+        whole = length - length % self.pool.block_size
+        branch.sequence = self.prefixes.acquire(branch.tokens, request.namespace, max_reused=whole)
+        request.num_cached = min(request.num_cached or 0, branch.sequence.seq_len)
+
     def _release(self, branch: Branch) -> None:
         """Let a running text give its blocks back; what it has computed can be found as long as there is room."""
-        assert branch.sequence is not None
-        self.prefixes.publish(branch.sequence)
-        branch.sequence.free()
-        branch.sequence = None
+        sequence, branch.sequence = branch.sequence, None
+        assert sequence is not None
         self.running.remove(branch)
+        with suppress(Exception):  # a look at the weights that fails; the next `acquire` raises it
+            self.prefixes.publish(sequence)
+        sequence.free()
 
     def _pick(self, branches: list[Branch], logits: torch.Tensor) -> None:
         is_nan = logits.isnan().any(dim=-1).tolist()
         likeliest = logits.to(torch.promote_types(logits.dtype, torch.float32)).argmax(dim=-1).tolist()
         for branch, row, token, bad in zip(branches, logits, likeliest, is_nan, strict=True):
-            if branch.waiting:  # a part of its prompt is left
+            if branch.waiting:  # a part of its prompt is left, or its request has just ended
                 continue
-            request = branch.request
             if bad:
-                self._end(request, InvalidValueError("the model's logits behind this prompt are NaN"))
+                self._end(branch.request, InvalidValueError("the model's logits behind this prompt are NaN"))
                 continue
-            for text in [branch, *self._siblings(branch)]:
-                if text.takes_the_likeliest:
-                    text.take(token)
-                else:
-                    text.pick(row)
-                if text.completion is not None:
-                    self._release(text)
-            self._note_end(request)
+            try:
+                self._pick_for(branch, row, token)
+            except Exception as error:  # of its sampling or its tokenizer: the others go on
+                self._end(branch.request, error)
+
+    def _pick_for(self, branch: Branch, logits: torch.Tensor, likeliest: int) -> None:
+        for text in [branch, *self._siblings(branch)]:
+            if text.takes_the_likeliest:
+                text.take(likeliest)
+            else:
+                text.pick(logits)
+            if text.completion is not None:
+                self._stop(text)
+        self._note_end(branch.request)
 
     def _siblings(self, branch: Branch) -> list[Branch]:
-        """Return the other texts of a request once its prompt has run; they are forks of the first."""
+        """Return the other texts of a request once its prompt has run; as many as may run are forks of the first."""
         request = branch.request
         if len(request.branches) == request.options.num_return_sequences:
             return []
@@ -247,23 +266,37 @@ class Scheduler:
         request.branches += siblings
         assert branch.sequence is not None
         for sibling in siblings:
-            sibling.sequence = branch.sequence.fork()
-            self._start(sibling)
+            if len(self.running) < self._max_running:
+                sibling.sequence = branch.sequence.fork()
+                self._start(sibling)
+            else:
+                insort(self.waiting, sibling, key=self._place)
         return siblings
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
         if request.outcome is not None:
             return
         for branch in request.branches:
-            if branch.sequence is not None:
-                self._release(branch)
-            elif branch in self.waiting:
-                self.waiting.remove(branch)
-            if error is None and branch.completion is None:
-                branch.end("cancelled")
+            self._stop(branch)
+        if len(request.branches) < request.options.num_return_sequences:
+            request.branches += request.branches[0].siblings()
+        try:
+            for branch in request.branches:
+                if error is None and branch.completion is None:
+                    branch.end("cancelled")
+        except Exception as cause:  # of its tokenizer
+            error = cause
         if error is not None:
             request.fail(error)
         self._note_end(request)
+
+    def _stop(self, branch: Branch) -> None:
+        """Let a text neither run nor wait any more."""
+        if branch.sequence is not None:
+            self._release(branch)
+        elif branch in self.waiting:
+            self.waiting.remove(branch)
+            self._refused_in = None
 
     def _note_end(self, request: Request) -> None:
         request.note_end()

@@ -17,13 +17,16 @@ class StopStrings:
         self._held = ""
         self.is_hit = False
 
-    def push(self, text: str) -> str:
-        """Return what may be shown now; nothing any more once a stop string was hit."""
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """Return what may be shown now; nothing any more once a stop string was hit.
+
+        Where the text may not stop yet, a stop string that is complete passes; one that has begun may end it later.
+        """
         if self.is_hit:
             return ""
         self._held += text
         places = [place for string in self._strings if (place := self._held.find(string)) >= 0]
-        if places:
+        if places and may_stop:
             self.is_hit = True
             return self._release(min(places))
         return self._release(len(self._held) - self._num_held())

@@ -1,9 +1,10 @@
 """The one thread in which a scheduler runs: others hand it requests, and it hands back what comes of them."""
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import torch
 
@@ -31,6 +32,7 @@ class Worker:
         # How many cores torch may use is set for each thread; this one goes by who made the engine.
         self._num_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="kvcache-engine", daemon=True)
+        atexit.register(self.close)  # a thread that is in torch when the interpreter goes takes the process down
         self._thread.start()
 
     def submit(self, request: Request) -> None:
@@ -50,7 +52,7 @@ class Worker:
 
     def cancel(self, request: Request) -> None:
         """End a request where it is; its outcome is what it has. Nothing happens to one that has ended."""
-        if not self._is_closed:
+        with suppress(EngineClosedError):  # which ends all
             self._hand_in(lambda: self._scheduler.cancel(request))
 
     def call(self, act: Act) -> None:
@@ -79,16 +81,24 @@ class Worker:
 
     def close(self) -> None:
         """End all requests with an error, and the thread."""
+        self.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """As `close`, without waiting for it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
 
     def _hand_in(self, act: Act) -> None:
         with self._changed:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed; make another one")
+            if not self._thread.is_alive():
+                raise EngineClosedError(
+                    "the engine's thread is in the process that this one is a fork of; make another"
+                )
             self._inbox.append(act)
             self._changed.notify()
 
@@ -108,7 +118,11 @@ class Worker:
                 self._is_closed = True
             self._do_acts()
             for request in self._scheduler.requests:
-                self._scheduler.fail(request, error)
+                try:
+                    self._scheduler.fail(request, error)
+                except Exception:  # its books are wrong already
+                    request.fail(error)
+            atexit.unregister(self.close)
 
     def _wait(self) -> bool:
         """Wait for something to do, and return whether there is."""

@@ -201,3 +201,8 @@ def test_what_is_out_of_range_is_refused(options, error, message):
 def test_sizes_that_cannot_be_are_refused(change, error, message):
     with pytest.raises(error, match=message):
         replace(HYBRID, **change)
+
+
+def test_a_plan_of_something_else_is_refused():
+    with pytest.raises(InvalidTypeError, match="model is a str; expected a ModelSizes"):
+        Plan("smollm2", Machine(memory=10, bandwidth=1.0), context=1)

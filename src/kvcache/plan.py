@@ -133,6 +133,9 @@ class Plan:
     block_size: int | None = None
 
     def __post_init__(self) -> None:
+        for name, value, kind in (("model", self.model, ModelSizes), ("machine", self.machine, Machine)):
+            if not isinstance(value, kind):
+                raise InvalidTypeError(f"{name} is a {type(value).__name__}; expected a {kind.__name__}")
         check_int("context", self.context, minimum=1)
         check_int("batch", self.batch, minimum=1)
         dtype = check_dtype("dtype", self.dtype)
@@ -279,9 +282,9 @@ class DecodingWork:
 def decoding_work(model: ModelSizes, num_tokens: int, *, use_cache: bool) -> DecodingWork:
     """Return what decoding `num_tokens` tokens from an empty start computes; see `count_qkv_projections`.
 
-    With a cache step t computes one token's projections, and attention of one query over `min(t, window)` rows; the
-    sum over all steps is N (N + 1) / 2 rows without a window. Without a cache step t does so for each of its t tokens
-    again: N (N + 1) (N + 2) / 6 rows.
+    With a cache step t computes one token's projections, and attention of one query over `min(t, sinks + window)` rows;
+    the sum over all steps is N (N + 1) / 2 rows without a window. Without a cache step t does so for each of its t
+    tokens again: N (N + 1) (N + 2) / 6 rows.
 
     Raises:
         InvalidValueError, InvalidTypeError: `num_tokens` is negative or no integer, or `use_cache` no bool.

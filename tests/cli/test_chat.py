@@ -115,7 +115,7 @@ def test_a_template_that_refuses_a_message_is_named(chat, make_folder):
     folder = make_folder(NO_SYSTEM + TEMPLATE)
     status, _, err = chat(["one"], "--model", folder, "--system", "Be brief.")
     assert status == 2
-    assert "the model's chat template refuses the conversation: System role not supported" in err
+    assert "the tokenizer's chat template refuses the messages: System role not supported" in err
 
 
 def test_a_model_without_a_chat_template_is_refused(chat, make_folder):

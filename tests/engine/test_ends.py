@@ -142,6 +142,27 @@ def test_a_fault_in_the_scheduler_ends_all_requests_with_it(model, tokenizer, mo
         engine.submit(ids_of(3))
 
 
+def test_books_that_are_wrong_leave_nobody_waiting(model, tokenizer, monkeypatch):
+    engine = Engine(model, tokenizer, memory="200kB", block_size=4)
+    scheduler, cause = scheduler_of(engine), RuntimeError("books are wrong")
+
+    def fail(*_):
+        raise cause
+
+    monkeypatch.setattr(scheduler, "_admit", fail)
+    monkeypatch.setattr(scheduler, "cancel", fail)
+    monkeypatch.setattr(scheduler, "_stop", fail)
+    with pytest.MonkeyPatch.context() as quiet:
+        quiet.setattr(threading, "excepthook", lambda _: None)
+        jobs = [engine.submit(ids_of(5), max_new_tokens=LONG) for _ in range(3)]
+        for job in jobs:
+            job.cancel()
+        for job in jobs:
+            with pytest.raises((RuntimeError, EngineClosedError)):
+                job.result(TIMEOUT)
+        engine.close()
+
+
 def test_a_forward_that_fails_leaves_the_engine_usable(model, tokenizer):
     fails = []
     hook = model.lm_head.register_forward_pre_hook(lambda *_: fails.pop()() if fails else None)

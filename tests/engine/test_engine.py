@@ -316,3 +316,26 @@ def test_a_stream_is_one_text(engine):
     with pytest.raises(InvalidValueError, match="num_return_sequences is 2; expected 1, as a stream is one text"):
         engine.stream(ids_of(3), num_return_sequences=2, temperature=1.0)
     check_idle(engine)
+
+
+def test_a_namespace_is_what_it_was_when_it_was_given(engine):
+    namespace = {"user": 1}
+    engine.generate(ids_of(9), namespace=namespace, max_new_tokens=1)
+    job = engine.submit(ids_of(9), namespace=namespace, max_new_tokens=1)
+    namespace["user"] = 2
+    assert job.result(TIMEOUT)[0].usage.cached_tokens == 8
+    assert engine.generate(ids_of(9), namespace=namespace, max_new_tokens=1).usage.cached_tokens == 0
+
+
+def test_scores_that_become_infinite_end_a_request_alone(engine, model):
+    job = engine.submit(ids_of(5), max_new_tokens=5)
+    with pytest.raises(InvalidValueError, match="make scores infinite"):
+        engine.generate(ids_of(5), temperature=1e-320, max_new_tokens=2)
+    assert job.result(TIMEOUT)[0].token_ids == cold(model, ids_of(5), 5)
+    check_idle(engine)
+
+
+def test_a_chat_template_that_refuses_is_an_error_by_name(engine, tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
+    with pytest.raises(InvalidValueError, match="chat template refuses the messages: no system messages"):
+        engine.generate([{"role": "system", "content": "x"}])

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvcache.cli import units
 from kvcache.cli.conversation import Conversation, Turn
-from kvcache.errors import InvalidValueError
+from kvcache.errors import EngineClosedError, InvalidValueError
 
 if TYPE_CHECKING:
     from kvcache.engine import Completion, Job
@@ -144,10 +144,14 @@ class Dialogue:
         except InvalidValueError as error:
             remedy = "; /undo drops the last question and answer, /reset all of them" if branch.turns else ""
             raise InvalidValueError(f"the question was not taken: {error}{remedy}") from error
-        self._last = completion
+        except EngineClosedError:
+            raise
+        except (RuntimeError, MemoryError) as error:  # of the model, after which the engine goes on
+            raise InvalidValueError(f"the answer failed: {error}") from error
         if completion.finish_reason == "cancelled" and not completion.text:
             self._note("Interrupted before the answer began: the question is dropped.")
             return
+        self._last = completion
         self.conversation.add(Turn(question, completion.text))
         if self._as_json:
             print(json.dumps(self._turn_as_data(question, completion), ensure_ascii=False), flush=True)

@@ -15,8 +15,8 @@ class Timings:
 
     Attributes:
         queue: until its prompt began to run.
-        first_token: until its first token.
-        total: until its last one.
+        first_token: until its first token; 0 where there is none.
+        total: until its last one, likewise.
         per_token: of each token after the first, the mean; None where there is none.
     """
 

@@ -48,7 +48,8 @@ class Engine:
             texts of the model's whole context take.
         storage: how rows are kept, as in `kvcache.KVCache`; default: the model's dtype.
         block_size: tokens of a block, >= 1.
-        max_step_tokens: tokens of prompts that run in one step at most, >= 1.
+        max_step_tokens: tokens that run in one step, those of texts whose prompt has run first; at least one of a
+            prompt; >= 1.
         max_running: texts that run at once at most, >= 1.
 
     Attributes:
@@ -140,13 +141,13 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         checked = options_of(self.model.generation_config, options)
-        encoded("namespace", namespace)
+        own = encoded("namespace", namespace)  # as it is now, whatever the caller does with it later
         ids = prompt_ids(self.tokenizer, prompt)
         num_known = self.model.get_input_embeddings().weight.shape[0]
         if (largest := max(ids)) >= num_known:
             raise InvalidValueError(f"prompt holds the id {largest}; expected ids in [0, {num_known - 1}]")
         checked = checked.limited(_fitting_new_tokens(self.model, len(ids)))
-        request = Request(ids, checked, self.tokenizer, namespace)
+        request = Request(ids, checked, self.tokenizer, own)
         job = Job(request, self._cancel)
         self._worker.submit(request)
         return job
@@ -154,7 +155,7 @@ class Engine:
     def generate(self, prompt: Prompt, *, namespace: Any = None, **options: Any) -> Completion | list[Completion]:
         """Continue a prompt and return the text, with `num_return_sequences` above 1 the texts.
 
-        Takes and raises what `submit` does. A prompt that is larger than the memory is refused.
+        Takes and raises what `submit` does. A prompt that is larger, with its new tokens, than the memory is refused.
         """
         job = self.submit(prompt, namespace=namespace, **options)
         try:
@@ -193,7 +194,9 @@ class Engine:
             outcomes = [_outcome(job) for job in tqdm(jobs, disable=disable, unit="prompt")]
         return _raised(outcomes, return_exceptions)
 
-    async def agenerate(self, prompt: Prompt, *, namespace: Any = None, **options: Any) -> Any:
+    async def agenerate(
+        self, prompt: Prompt, *, namespace: Any = None, **options: Any
+    ) -> Completion | list[Completion]:
         """As `generate`, for asyncio."""
         return _one_or_all(await self.submit(prompt, namespace=namespace, **options).wait())
 

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from kvcache.engine.options import Options
+from kvcache.errors import InvalidValueError
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class Sampler:
         if self._generator is None:
             token = int(scores.argmax())
         else:
+            if not scores.amax().isfinite():  # drawing from these would end a CUDA context, for everybody
+                raise InvalidValueError(
+                    "temperature and repetition_penalty make scores infinite; expected values nearer to 1"
+                )
             token = int(torch.multinomial(scores.softmax(dim=-1)[0], 1, generator=self._generator))
         return token, self._logprobs(raw[0], token)
 

@@ -28,7 +28,8 @@ class Scheduler:
     Args:
         prefixes: of the pool.
         forward: returns the logits (B, vocabulary) of each sequence's last token in a step.
-        max_step_tokens: tokens that run in one step at most, >= 1, but for those of texts whose prompt has run.
+        max_step_tokens: tokens that run in one step, those of texts whose prompt has run first; at least one of a
+            prompt; >= 1.
         max_running: texts that run at once at most, >= 1.
 
     Used from one thread.
@@ -110,15 +111,19 @@ class Scheduler:
         self._admit()
         if not self.running:
             return False
-        batch, step = self._reserve()
+        batch: list[tuple[Branch, list[int]]] = []
         try:
+            batch, step = self._reserve()
             with step:
                 logits = self._forward(step)
-        except Exception as error:
-            for branch, _ in batch:
+            is_nan, likeliest = _read(logits)
+        except Exception as error:  # of the model, or of a device that has no memory left
+            for branch in [branch for branch, _ in batch] or self.running[:]:
                 self._end(branch.request, error)
             return True
-        self._pick([branch for branch, _ in batch], logits)
+        for (branch, _), row, token, bad in zip(batch, logits, likeliest, is_nan, strict=True):
+            if not branch.waiting:  # else a part of its prompt is left, or its request has just ended
+                self._pick(branch, row, token, bad)
         return True
 
     def _admit(self) -> None:
@@ -233,28 +238,20 @@ class Scheduler:
             self.prefixes.publish(sequence)
         sequence.free()
 
-    def _pick(self, branches: list[Branch], logits: torch.Tensor) -> None:
-        is_nan = logits.isnan().any(dim=-1).tolist()
-        likeliest = logits.to(torch.promote_types(logits.dtype, torch.float32)).argmax(dim=-1).tolist()
-        for branch, row, token, bad in zip(branches, logits, likeliest, is_nan, strict=True):
-            if branch.waiting:  # a part of its prompt is left, or its request has just ended
-                continue
-            if bad:
-                self._end(branch.request, InvalidValueError("the model's logits behind this prompt are NaN"))
-                continue
-            try:
-                self._pick_for(branch, row, token)
-            except Exception as error:  # of its sampling or its tokenizer: the others go on
-                self._end(branch.request, error)
-
-    def _pick_for(self, branch: Branch, logits: torch.Tensor, likeliest: int) -> None:
-        for text in [branch, *self._siblings(branch)]:
-            if text.takes_the_likeliest:
-                text.take(likeliest)
-            else:
-                text.pick(logits)
-            if text.completion is not None:
-                self._stop(text)
+    def _pick(self, branch: Branch, logits: torch.Tensor, likeliest: int, is_nan: bool) -> None:
+        """Let a text, and those that begin with it here, take their next token from logits (vocabulary,)."""
+        try:
+            if is_nan:
+                raise InvalidValueError("the model's logits behind this prompt are NaN")
+            for text in [branch, *self._siblings(branch)]:
+                if text.takes_the_likeliest:
+                    text.take(likeliest)
+                else:
+                    text.pick(logits)
+                if text.completion is not None:
+                    self._stop(text)
+        except Exception as error:  # of its sampling or its tokenizer: the others go on
+            self._end(branch.request, error)
         self._note_end(branch.request)
 
     def _siblings(self, branch: Branch) -> list[Branch]:
@@ -302,3 +299,9 @@ class Scheduler:
         request.note_end()
         if request.outcome is not None:
             self._order.pop(request, None)
+
+
+def _read(logits: torch.Tensor) -> tuple[list[bool], list[int]]:
+    """Return of each row of logits (B, vocabulary) whether any is NaN, and the likeliest token."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return scores.isnan().any(dim=-1).tolist(), scores.argmax(dim=-1).tolist()

@@ -116,7 +116,9 @@ class Worker:
         finally:
             with self._changed:
                 self._is_closed = True
-            self._do_acts()
+            while self._inbox:
+                with suppress(Exception):  # its books are wrong already
+                    self._inbox.popleft()()
             for request in self._scheduler.requests:
                 try:
                     self._scheduler.fail(request, error)

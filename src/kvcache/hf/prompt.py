@@ -22,7 +22,8 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
 
     Raises:
         InvalidTypeError: it is none of these.
-        InvalidValueError: it has no tokens, or it is a chat and the tokenizer has no chat template.
+        InvalidValueError: it has no tokens, or it is a chat and the tokenizer has no chat template, or one that refuses
+            it.
     """
     if isinstance(prompt, str):
         ids = tokenizer(prompt, verbose=False)["input_ids"]
@@ -60,4 +61,9 @@ def _chat_text(tokenizer: Any, messages: Sequence[Any]) -> str:
         raise InvalidValueError(
             "prompt is a chat, and the tokenizer has no chat_template; give text or token ids, or set a template"
         )
-    return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+    import jinja2
+
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+    except jinja2.TemplateError as cause:  # some allow no system message, say
+        raise InvalidValueError(f"the tokenizer's chat template refuses the messages: {cause}") from cause

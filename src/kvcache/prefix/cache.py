@@ -203,6 +203,7 @@ class PrefixCache:
         if sequence.pool is not self.pool or not isinstance(sequence.lineage, Lineage):
             raise InvalidValueError("sequence was not acquired here; expected one that acquire() returned, or its fork")
         sequence.check_usable()
+        self._look_at_weights()
         return self._publish([sequence], short_too=True)
 
     def evict(self, num_blocks: int, kind: str | None = None) -> int:
@@ -279,11 +280,12 @@ class PrefixCache:
         if not ready:
             return
         try:
-            self._publish(ready, short_too=False)
-        except Exception:  # a look at the weights that fails; the next `acquire` raises it, but a commit cannot fail
+            self._look_at_weights()
+        except Exception:  # the next `acquire` raises it, but a commit cannot fail
             for sequence in ready:
                 assert isinstance(sequence.lineage, Lineage)
                 sequence.lineage.may_share = False
+        self._publish(ready, short_too=False)
 
     def check(self) -> None:
         """Check the books; called by `BlockPool.check`.
@@ -359,7 +361,6 @@ class PrefixCache:
         if not self._enabled:
             return 0
         before = self._tree.num_published
-        self._look_at_weights()
         for sequence in sequences:
             lineage = sequence.lineage
             assert isinstance(lineage, Lineage)

@@ -77,7 +77,8 @@ def model_sizes(config: "PreTrainedConfig") -> ModelSizes:
 
     Raises:
         InvalidValueError: a layer is neither full nor sliding, as `CacheSpec.from_config` says.
-        ModelError: transformers cannot build the model, or how many experts a token is sent to is not told.
+        ModelError: transformers cannot build the model, or what of it are experts, and to how many a token is
+            sent, is not told.
     """
     from transformers import AutoModelForCausalLM
 
@@ -99,6 +100,8 @@ def model_sizes(config: "PreTrainedConfig") -> ModelSizes:
     num_experts, experts_per_token = 1, 1
     if expert_parameters:
         num_experts, experts_per_token = _told(decoder, _EXPERT_COUNTS), _told(decoder, _EXPERTS_PER_TOKEN)
+    elif any((getattr(decoder, name, None) or 0) > 1 for name in _EXPERT_COUNTS):
+        raise ModelError(f"{type(decoder).__name__} has experts that cannot be told from its other weights")
     return ModelSizes(
         cache=cache,
         query_heads=tuple(layer.num_attention_heads for layer in decoder.per_layer_config),

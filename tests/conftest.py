@@ -1,3 +1,4 @@
+import signal
 from typing import Any
 
 import pytest
@@ -12,6 +13,13 @@ from tests.kernels import INSTRUCTION_SETS
 # A shared machine may stall at any example.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interrupts():
+    """Let Ctrl-C interrupt, though a shell that starts a run in the background has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -421,7 +421,7 @@ def test_bad_arguments_are_named_and_change_nothing(all_models, tokenizer):
         ([3, "x"], {}, InvalidTypeError, r"prompt\[1\] is a str"),
         ([3, 4.0], {}, InvalidTypeError, r"prompt\[1\] is a float"),
         ([3, VOCAB], {}, InvalidValueError, r"prompt holds the id 97; expected ids in \[0, 96\]"),
-        ([-1, 3], {}, InvalidValueError, "prompt holds the id -1"),
+        ([-1, 3], {}, InvalidValueError, r"prompt\[0\] is -1; expected a token id >= 0"),
         (torch.tensor([[3, 4]]), {}, InvalidValueError, "prompt has shape"),
         (torch.tensor([3.0]), {}, InvalidTypeError, "prompt has dtype float32"),
         ([message, 3], {}, InvalidTypeError, r"prompt\[1\] is a int; expected a message"),

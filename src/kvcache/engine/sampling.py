@@ -74,7 +74,8 @@ class Sampler:
         else:
             if not scores.amax().isfinite():  # drawing from these would end a CUDA context, for everybody
                 raise InvalidValueError(
-                    "temperature and repetition_penalty make scores infinite; expected values nearer to 1"
+                    "the model's logits are infinite, or temperature and repetition_penalty make them so; expected "
+                    "values nearer to 1"
                 )
             token = int(torch.multinomial(scores.softmax(dim=-1)[0], 1, generator=self._generator))
         return token, self._logprobs(raw[0], token)

@@ -143,24 +143,24 @@ def test_a_fault_in_the_scheduler_ends_all_requests_with_it(model, tokenizer, mo
 
 
 def test_books_that_are_wrong_leave_nobody_waiting(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine = Engine(model, tokenizer, memory="200kB", block_size=4)
-    scheduler, cause = scheduler_of(engine), RuntimeError("books are wrong")
+    scheduler, told = scheduler_of(engine), threading.Event()
 
     def fail(*_):
-        raise cause
+        told.wait(TIMEOUT)
+        raise RuntimeError("books are wrong")
 
-    monkeypatch.setattr(scheduler, "_admit", fail)
-    monkeypatch.setattr(scheduler, "cancel", fail)
-    monkeypatch.setattr(scheduler, "_stop", fail)
-    with pytest.MonkeyPatch.context() as quiet:
-        quiet.setattr(threading, "excepthook", lambda _: None)
-        jobs = [engine.submit(ids_of(5), max_new_tokens=LONG) for _ in range(3)]
-        for job in jobs:
-            job.cancel()
-        for job in jobs:
-            with pytest.raises((RuntimeError, EngineClosedError)):
-                job.result(TIMEOUT)
-        engine.close()
+    for name in ("_admit", "cancel", "_stop"):
+        monkeypatch.setattr(scheduler, name, fail)
+    jobs = [engine.submit(ids_of(5), max_new_tokens=LONG) for _ in range(3)]
+    for job in jobs:
+        job.cancel()
+    told.set()
+    for job in jobs:
+        with pytest.raises((RuntimeError, EngineClosedError)):
+            job.result(TIMEOUT)
+    until(lambda: not engine._worker._thread.is_alive())
 
 
 def test_a_forward_that_fails_leaves_the_engine_usable(model, tokenizer):

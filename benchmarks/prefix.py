@@ -56,7 +56,8 @@ def random_text(length: int) -> list[int]:
 def store(prefixes: PrefixCache, tokens: list[int]) -> float:
     """Run a text through a pool whose rows do not matter; return the seconds that the commit took."""
     sequence, pool = prefixes.acquire(tokens), prefixes.pool
-    with pool.step([sequence], [tokens[sequence.seq_len :]]) as step:
+    tokens = tokens[sequence.seq_len :]
+    with pool.step([sequence], [tokens]) as step:
         for layer in range(len(pool.spec.layers)):
             step.append(layer, *torch.zeros(2, 1, 1, len(tokens), 1))
         duration = seconds(step.commit)
@@ -217,12 +218,14 @@ def report(lookups: list[dict[str, Any]], grown: list[dict[str, Any]], models: l
 def main() -> None:
     parser = argparse.ArgumentParser(description="What does a shared prefix cost to find, and what does it save?")
     parser.add_argument("--quick", action="store_true", help="smaller numbers, no bfloat16; writes no file")
-    quick = parser.parse_args().quick
+    parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"], help="of the weights")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     random.seed(0)
-    num_tokens, largest, shared, rounds = (10_000, 10_000, 100, 2) if quick else (100_000, 1_000_000, SHARED, 5)
+    num_tokens, largest, shared, rounds = (10_000, 10_000, 100, 2) if quick else (100_000, 1_000_000, SHARED, 3)
     lookups = [look_up(num_tokens, size, window) for size in (16, 64) for window in (None, 1024)]
     grown = growth(largest)
-    models = [of_model(dtype, shared, rounds) for dtype in (("float32",) if quick else ("float32", "bfloat16"))]
+    models = [of_model(dtype, shared, rounds) for dtype in (["float32"] if quick else arguments.dtype)]
     print(f"{machine()}.\n\n{report(lookups, grown, models)}")
     if not quick:
         RESULTS.parent.mkdir(exist_ok=True)

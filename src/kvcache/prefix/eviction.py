@@ -86,9 +86,11 @@ class EvictionQueue:
         Raises:
             What the policy raises. Nothing has changed then.
         """
-        for block in list(self._fresh):
-            self._push(self.blocks[block])
-            del self._fresh[block]
+        if self._fresh:
+            for block in list(self._fresh):
+                self._push(self.blocks[block])
+                del self._fresh[block]
+            self._fresh = {}  # a dictionary that was large stays slow to look through
         while self._heap:
             _, entry, block = heapq.heappop(self._heap)
             if self._entries.get(block) != entry:

@@ -6,24 +6,14 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
 from kvcache.engine.sampling import Sampler
-from tests.engine.texts import Noted, cold, cold_logits, ids_of, options, words
+from tests.engine.texts import Noted, cold, cold_logits, ids_of, options
 from tests.engine.workloads import run, scheduler_of
-from tests.hf.tiny_models import gemma3, llama
+from tests.hf.tiny_models import gemma3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 DRAWN = {"do_sample": True, "max_new_tokens": 8, "temperature": 1.5}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return llama()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return words()
 
 
 def generated(model, ids, **given):

@@ -7,7 +7,7 @@ import torch
 
 from kvcache import InvalidValueError
 from kvcache.hf import forward_step
-from tests.engine.texts import Noted, cold, ids_of, words
+from tests.engine.texts import Noted, cold, ids_of
 from tests.engine.workloads import check_left, run, run_workload, scheduler_of
 from tests.hf.tiny_models import ALL_FAMILIES
 
@@ -26,11 +26,6 @@ def models():
 @pytest.fixture(scope="module")
 def model(models):
     return models["llama"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return words()
 
 
 @every_family

@@ -119,7 +119,7 @@ class _Workload:
         try:
             self._scheduler.add(request)
         except InvalidValueError as error:
-            request.fail(error)
+            request.end(error)
             self.happened["refused"] += 1
 
     def _cancel(self, request):

@@ -12,7 +12,7 @@ from kvcache import InvalidTypeError, InvalidValueError
 from kvcache.hf import cache_for
 from tests.hf.runs import ids_of
 from tests.hf.tagged import fill, lengths, positions_of
-from tests.hf.tiny_models import WINDOW, bart, gemma3, llama, t5
+from tests.hf.tiny_models import CHANGING_POSITIONS, WINDOW, bart, gemma3, llama, t5
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,22 +90,7 @@ def test_bad_options_are_refused(hybrid, options, error, message):
         cache_for(hybrid, **options)
 
 
-@pytest.mark.parametrize(
-    ("rope", "trained"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, 16),
-        (
-            {
-                "rope_type": "longrope",
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-                "original_max_position_embeddings": 8,
-            },
-            8,
-        ),
-    ],
-    ids=["dynamic", "longrope"],
-)
+@pytest.mark.parametrize(("rope", "trained"), CHANGING_POSITIONS.values(), ids=CHANGING_POSITIONS)
 def test_a7_positions_that_change_with_the_length_are_announced(rope, trained, recwarn):
     """A7: rotary bases that change with the length give other results past the trained one, and the cache says so."""
     model = llama(rope_parameters={"rope_theta": 10000.0, **rope}, max_position_embeddings=16)

@@ -9,11 +9,10 @@ from kvcache import BlockPool, CacheSpec, InvalidTypeError, InvalidValueError, L
 from kvcache.hf import forward_step, use_attention
 from kvcache.hf.versions import CACHE_ARGUMENT
 from tests.hf.runs import ids_of
-from tests.hf.tiny_models import ALL_FAMILIES, deepseek_v3, gemma3, gpt2, llama, mistral, t5
+from tests.hf.tiny_models import ALL_FAMILIES, CHANGING_POSITIONS, POOLED, deepseek_v3, gemma3, gpt2, llama, mistral, t5
 
 pytestmark = pytest.mark.usefixtures("one_thread", "softmax_in_float64")
 
-POOLED = [name for name in ALL_FAMILIES if name != "deepseek_v3"]
 A, B, C = (ids_of(count, seed=count)[0].tolist() for count in (23, 31, 18))  # windows are 5 and 6
 # How many tokens each of the three gets in each step: prompts whole and in chunks, beside single tokens.
 RAGGED = ((5, 11, 1), (1, 9, 7), (1, 1, 1), (4, 1, 2), (1, 8, 1), (9, 1, 1), (2, 0, 5))
@@ -322,22 +321,7 @@ def test_a_pool_on_another_device_is_refused():
     assert message == "the pool is on cpu; expected it on the model's device, meta"
 
 
-@pytest.mark.parametrize(
-    ("rope", "trained"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, 16),
-        (
-            {
-                "rope_type": "longrope",
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-                "original_max_position_embeddings": 8,
-            },
-            8,
-        ),
-    ],
-    ids=["dynamic", "longrope"],
-)
+@pytest.mark.parametrize(("rope", "trained"), CHANGING_POSITIONS.values(), ids=CHANGING_POSITIONS)
 def test_positions_that_would_change_for_the_others_are_refused(rope, trained):
     """One sequence beyond the trained length would give all of the step another rotary table."""
     model = llama(rope_parameters={"rope_theta": 10000.0, **rope}, max_position_embeddings=16)

@@ -7,13 +7,12 @@ from kvcache import BlockPool, CacheSpec, InvalidValueError, PrefixCache
 from kvcache.hf import forward_step
 from kvcache.prefix import LookupEnd
 from tests.hf.runs import ids_of
-from tests.hf.tiny_models import ALL_FAMILIES, WINDOW, gemma3, llama
+from tests.hf.tiny_models import ALL_FAMILIES, POOLED, WINDOW, gemma3, llama
 
 pytestmark = pytest.mark.usefixtures("one_thread", "softmax_in_float64")
 
 SHARED = ids_of(3 * WINDOW, seed=1)[0].tolist()
 OWN = [[40 + length, *ids_of(length, seed=length)[0].tolist()] for length in (8, 3, 0, 16)]  # none begins as another
-POOLED = [name for name in ALL_FAMILIES if name != "deepseek_v3"]
 
 
 def prefixes_of(model, num_blocks=60, block_size=4, storage="float64"):

@@ -25,6 +25,20 @@ VOCAB = 97
 PAD = 0
 WINDOW = 5
 
+# Rotary settings of models with 16 positions, and the length beyond which they change.
+CHANGING_POSITIONS = {
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, 16),
+    "longrope": (
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 8,
+        },
+        8,
+    ),
+}
+
 _TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": PAD}
 _DECODER = {
     "vocab_size": VOCAB,
@@ -207,3 +221,4 @@ def bart(dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
 
 
 ENCODER_DECODERS = {"t5": t5, "bart": bart}
+POOLED = [name for name in ALL_FAMILIES if name != "deepseek_v3"]  # those that a step of a pool serves

@@ -2,7 +2,7 @@ import pytest
 
 from kvcache import OutOfBlocksError
 from kvcache.storage.ledger import BlockLedger
-from kvcache.storage.reservation import Reservation, num_blocks_needed
+from kvcache.storage.reservation import Reservation, num_blocks_needed, planned
 from kvcache.storage.table import BlockTable
 
 
@@ -10,6 +10,10 @@ def new_table(ledger, length, block_size=4):
     table = BlockTable(ledger, block_size, window=None, sinks=0)
     table.grow(table.num_blocks_for(length))
     return table
+
+
+def reserved(kind, requests):
+    return Reservation(planned(kind, requests))
 
 
 def state_of(ledger, *tables):
@@ -28,7 +32,7 @@ def test_two_forks_share_the_full_block_and_one_of_them_copies_the_open_one():
     ledger = BlockLedger(num_blocks=8)
     text = new_table(ledger, 6)
     branch = text.fork()
-    reservation = Reservation("full", [(text, 6, 1), (branch, 6, 2)])
+    reservation = reserved("full", [(text, 6, 1), (branch, 6, 2)])
     assert blocks(text, branch) == [[0, 2], [0, 1]]
     assert reservation.copies == [(1, 2)]
     assert [ledger.num_holders(block) for block in range(4)] == [2, 2, 1, 0]  # 1 may have to go back to text
@@ -42,9 +46,9 @@ def test_one_fork_alone_copies_and_the_other_then_need_not():
     ledger = BlockLedger(num_blocks=8)
     text = new_table(ledger, 6)
     branch = text.fork()
-    first = Reservation("full", [(branch, 6, 1)])
+    first = reserved("full", [(branch, 6, 1)])
     first.settle()
-    second = Reservation("full", [(text, 6, 1)])
+    second = reserved("full", [(text, 6, 1)])
     second.settle()
     assert (first.copies, second.copies) == ([(1, 2)], [])
     assert blocks(text, branch) == [[0, 1], [0, 2]]
@@ -57,7 +61,7 @@ def test_forks_that_step_together_copy_except_one_of_them_if_nobody_else_holds_t
     ledger = BlockLedger(num_blocks=9)
     text = new_table(ledger, 6)
     tables = [text, *(text.fork() for _ in range(members + others - 1))]
-    reservation = Reservation("full", [(table, 6, 1) for table in tables[:members]])
+    reservation = reserved("full", [(table, 6, 1) for table in tables[:members]])
     num_copies = members if others else members - 1
     assert reservation.copies == [(1, 2 + place) for place in range(num_copies)]
     assert ledger.num_free == 9 - 2 - num_copies
@@ -74,7 +78,7 @@ def test_at_a_block_border_nothing_is_copied(length):
     text = new_table(ledger, length)
     tables = [text, text.fork(), text.fork()]
     shared = text.blocks.tolist()
-    reservation = Reservation("full", [(table, length, 1) for table in tables])
+    reservation = reserved("full", [(table, length, 1) for table in tables])
     assert reservation.copies == reservation.claims == []
     new = len(shared)
     assert blocks(*tables) == [[*shared, new], [*shared, new + 1], [*shared, new + 2]]
@@ -85,7 +89,7 @@ def test_a_copy_and_new_blocks_are_counted_together():
     text = new_table(ledger, 6)
     branch = text.fork()
     assert num_blocks_needed([(branch, 6, 7)]) == 3
-    reservation = Reservation("full", [(branch, 6, 7)])  # 13 tokens: a copy of block 1, and two new ones
+    reservation = reserved("full", [(branch, 6, 7)])  # 13 tokens: a copy of block 1, and two new ones
     assert blocks(text, branch) == [[0, 1], [0, 2, 3, 4]]
     assert reservation.copies == [(1, 2)]
     reservation.undo()
@@ -94,14 +98,14 @@ def test_a_copy_and_new_blocks_are_counted_together():
     text = new_table(ledger, 6)
     branch = text.fork()
     with pytest.raises(OutOfBlocksError) as caught:
-        Reservation("full", [(branch, 6, 7)])
+        reserved("full", [(branch, 6, 7)])
     assert (caught.value.kind, caught.value.needed, caught.value.available) == ("full", 3, 2)
 
 
 def test_tables_that_share_nothing_grow_in_place():
     ledger = BlockLedger(num_blocks=8)
     tables = [new_table(ledger, length) for length in (3, 4, 5)]
-    reservation = Reservation("full", [(table, length, 2) for table, length in zip(tables, (3, 4, 5), strict=True)])
+    reservation = reserved("full", [(table, length, 2) for table, length in zip(tables, (3, 4, 5), strict=True)])
     assert reservation.copies == []
     assert blocks(*tables) == [[0, 4], [1, 5], [2, 3]]
 
@@ -112,7 +116,7 @@ def test_growing_after_a_rollback_into_a_shared_block_copies_it():
     branch = text.fork()
     branch.shorten(7)
     assert ledger.num_holders(1) == 2
-    reservation = Reservation("full", [(branch, 7, 1)])
+    reservation = reserved("full", [(branch, 7, 1)])
     assert reservation.copies == [(1, 2)]
     assert blocks(text, branch) == [[0, 1], [0, 2]]
 
@@ -124,12 +128,12 @@ def test_a_copy_for_which_no_block_is_free_is_refused_and_changes_nothing():
     branch.shorten(7)
     before = state_of(ledger, text, branch)
     with pytest.raises(OutOfBlocksError) as caught:
-        Reservation("sliding", [(branch, 7, 1)])
+        reserved("sliding", [(branch, 7, 1)])
     assert (caught.value.kind, caught.value.needed, caught.value.available) == ("sliding", 1, 0)
     assert str(caught.value).startswith("blocks of the sliding layers: 1 needed for the step, 0 available; free")
     assert state_of(ledger, text, branch) == before
     text.shorten(4)  # then nobody else holds the block
-    assert Reservation("sliding", [(branch, 7, 1)]).copies == []
+    assert reserved("sliding", [(branch, 7, 1)]).copies == []
 
 
 def test_a_whole_step_is_refused_if_its_last_table_does_not_fit():
@@ -137,10 +141,10 @@ def test_a_whole_step_is_refused_if_its_last_table_does_not_fit():
     tables = [new_table(ledger, 4) for _ in range(3)]
     before = state_of(ledger, *tables)
     with pytest.raises(OutOfBlocksError) as caught:
-        Reservation("full", [(table, 4, 5) for table in tables])
+        reserved("full", [(table, 4, 5) for table in tables])
     assert (caught.value.needed, caught.value.available) == (6, 3)
     assert state_of(ledger, *tables) == before
-    Reservation("full", [(table, 4, 4) for table in tables])  # exactly what is free
+    reserved("full", [(table, 4, 4) for table in tables])  # exactly what is free
     assert ledger.num_free == 0
 
 
@@ -153,7 +157,7 @@ def test_undo_restores_tables_holders_and_the_order_of_free_blocks():
     scrap.shorten(0)
     before = state_of(ledger, *tables)
     counts = [1, 7, 3, 6]
-    reservation = Reservation("full", zip(tables, [6, 6, 6, 3], counts, strict=True))
+    reservation = reserved("full", zip(tables, [6, 6, 6, 3], counts, strict=True))
     assert ledger.num_free == 2  # 2 copies, and 0, 2, 1 and 2 new blocks
     assert state_of(ledger, *tables) != before
     reservation.undo()
@@ -165,7 +169,7 @@ def test_undo_gives_a_block_back_that_everybody_else_has_let_go():
     ledger = BlockLedger(num_blocks=4)
     text = new_table(ledger, 6)
     branch = text.fork()
-    reservation = Reservation("full", [(text, 6, 1)])
+    reservation = reserved("full", [(text, 6, 1)])
     branch.shorten(0)
     stranger = new_table(ledger, 4)
     assert blocks(text, stranger) == [[0, 2], [3]]  # block 1 is kept for the way back
@@ -178,7 +182,7 @@ def test_settling_frees_a_block_that_everybody_has_let_go():
     ledger = BlockLedger(num_blocks=4)
     text = new_table(ledger, 6)
     branch = text.fork()
-    reservation = Reservation("full", [(text, 6, 1)])
+    reservation = reserved("full", [(text, 6, 1)])
     branch.shorten(0)
     reservation.settle()
     assert ledger.holders == {0: {text}, 2: {text}}
@@ -190,7 +194,7 @@ def test_two_reservations_on_one_block_end_in_any_order(end):
     ledger = BlockLedger(num_blocks=6)
     text = new_table(ledger, 6)
     branch = text.fork()
-    first, second = (Reservation("full", [(table, 6, 1)]) for table in (text, branch))
+    first, second = (reserved("full", [(table, 6, 1)]) for table in (text, branch))
     assert blocks(text, branch) == [[0, 2], [0, 3]]  # text may still go back to block 1
     ledger.check([*((table, table.blocks) for table in (text, branch)), *first.claims, *second.claims])
     getattr(first, end)()
@@ -200,7 +204,7 @@ def test_two_reservations_on_one_block_end_in_any_order(end):
 
 
 def test_no_requests_reserve_nothing():
-    reservation = Reservation("full", [])
+    reservation = reserved("full", [])
     assert reservation.copies == reservation.claims == []
     reservation.undo()
     reservation.settle()
@@ -214,6 +218,6 @@ def test_the_longest_of_the_tables_that_share_a_block_writes_in_place(longest):
     tables = [text, text.fork(), text.fork()]
     lengths = [5, 6, 5]
     lengths[longest] = 7
-    reservation = Reservation("full", [(table, length, 1) for table, length in zip(tables, lengths, strict=True)])
+    reservation = reserved("full", [(table, length, 1) for table, length in zip(tables, lengths, strict=True)])
     assert len(reservation.copies) == 2
     assert [table.blocks[-1] == 1 for table in tables] == [place == longest for place in range(3)]

@@ -45,3 +45,6 @@ class Completion:
     usage: Usage
     timings: Timings
     logprobs: list[TokenLogprobs] | None = None
+
+
+Outcome = list[Completion] | Exception  # of a request: its texts, or what ended it

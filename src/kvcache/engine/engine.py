@@ -21,7 +21,7 @@ from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.hf import forward_step, load_model, use_attention
 from kvcache.hf.cache import unchanged_positions
 from kvcache.hf.guard import check_decoder_only
-from kvcache.hf.prompt import Prompt, fitting_new_tokens, prompt_ids
+from kvcache.hf.prompt import Prompt, check_known_ids, fitting_new_tokens, prompt_ids
 from kvcache.memory import free_memory, parse_size
 from kvcache.prefix import PrefixCache, PrefixStatistics
 from kvcache.prefix.keys import encoded
@@ -140,17 +140,7 @@ class Engine:
                 plain data.
             EngineClosedError: the engine is closed.
         """
-        checked = options_of(self.model.generation_config, options)
-        own = encoded("namespace", namespace)  # as it is now, whatever the caller does with it later
-        ids = prompt_ids(self.tokenizer, prompt)
-        num_known = self.model.get_input_embeddings().weight.shape[0]
-        if (largest := max(ids)) >= num_known:
-            raise InvalidValueError(f"prompt holds the id {largest}; expected ids in [0, {num_known - 1}]")
-        checked = checked.limited(_fitting_new_tokens(self.model, len(ids)))
-        request = Request(ids, checked, self.tokenizer, own)
-        job = Job(request, self._cancel)
-        self._worker.submit(request)
-        return job
+        return self._started(self._request(prompt, namespace, options))
 
     def generate(self, prompt: Prompt, *, namespace: Any = None, **options: Any) -> Completion | list[Completion]:
         """Continue a prompt and return the text, with `num_return_sequences` above 1 the texts.
@@ -234,10 +224,23 @@ class Engine:
         size = f"{self.num_tokens:,} tokens, {pool.nbytes / 1e6:,.1f} MB"
         return f"Engine({type(self.model).__name__}, room for {size} in {pool.storage})"
 
+    def _request(self, prompt: Prompt, namespace: Any, options: dict[str, Any]) -> Request:
+        checked = options_of(self.model.generation_config, options)
+        own = encoded("namespace", namespace)  # as it is now, whatever the caller does with it later
+        ids = prompt_ids(self.tokenizer, prompt)
+        check_known_ids(self.model, ids)
+        return Request(ids, checked.limited(_fitting_new_tokens(self.model, len(ids))), self.tokenizer, own)
+
+    def _started(self, request: Request) -> Job:
+        job = Job(request, self._cancel)
+        self._worker.submit(request)
+        return job
+
     def _for_one_text(self, prompt: Prompt, namespace: Any, options: dict[str, Any]) -> Job:
-        if (number := options_of(self.model.generation_config, options).num_return_sequences) > 1:
+        request = self._request(prompt, namespace, options)
+        if (number := request.options.num_return_sequences) > 1:
             raise InvalidValueError(f"num_return_sequences is {number}; expected 1, as a stream is one text")
-        return self.submit(prompt, namespace=namespace, **options)
+        return self._started(request)
 
     def _cancel(self, request: Request) -> None:
         self._worker.cancel(request)  # through the engine, which so lives as long as somebody has a job of it

@@ -6,10 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 
-from kvcache.engine.completion import Completion
+from kvcache.engine.completion import Completion, Outcome
 from kvcache.engine.request import Request
-
-Outcome = list[Completion] | Exception
 
 
 class Job:

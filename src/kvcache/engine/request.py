@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvcache.engine.completion import Completion, FinishReason, Timings
+from kvcache.engine.completion import Completion, FinishReason, Outcome, Timings
 from kvcache.engine.options import Options
 from kvcache.engine.sampling import Sampler, TokenLogprobs
 from kvcache.engine.stops import StopStrings
@@ -34,7 +34,7 @@ class Request:
         tokenizer: Any,
         namespace: Any = None,
         on_text: Callable[[int, str], None] | None = None,
-        on_end: Callable[[list[Completion] | Exception], None] | None = None,
+        on_end: Callable[[Outcome], None] | None = None,
     ) -> None:
         self.ids = ids
         self.options = options
@@ -45,7 +45,7 @@ class Request:
         self.made = time.perf_counter()
         self.started: float | None = None  # when its prompt began to run
         self.num_cached: int | None = None
-        self.outcome: list[Completion] | Exception | None = None
+        self.outcome: Outcome | None = None
         self.branches: list[Branch] = []
 
     @property
@@ -56,13 +56,10 @@ class Request:
     def note_end(self) -> None:
         """Say so once all texts are done."""
         if self.outcome is None and all(branch.completion is not None for branch in self.branches):
-            self._end([branch.completion for branch in self.branches if branch.completion is not None])
+            self.end([branch.completion for branch in self.branches if branch.completion is not None])
 
-    def fail(self, error: Exception) -> None:
-        """End it with an error."""
-        self._end(error)
-
-    def _end(self, outcome: list[Completion] | Exception) -> None:
+    def end(self, outcome: Outcome) -> None:
+        """End it with its texts, or with an error."""
         self.outcome = outcome
         if self.on_end is not None:
             self.on_end(outcome)

@@ -284,7 +284,7 @@ class Scheduler:
         except Exception as cause:  # of its tokenizer
             error = cause
         if error is not None:
-            request.fail(error)
+            request.end(error)
         self._note_end(request)
 
     def _stop(self, branch: Branch) -> None:

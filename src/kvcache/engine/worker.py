@@ -46,7 +46,7 @@ class Worker:
             try:
                 self._scheduler.add(request)
             except Exception as error:
-                request.fail(error)
+                request.end(error)
 
         self._hand_in(add)
 
@@ -123,7 +123,7 @@ class Worker:
                 try:
                     self._scheduler.fail(request, error)
                 except Exception:  # its books are wrong already
-                    request.fail(error)
+                    request.end(error)
             atexit.unregister(self.close)
 
     def _wait(self) -> bool:

@@ -41,6 +41,13 @@ def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     return list(ids)
 
 
+def check_known_ids(model: Any, ids: list[int]) -> None:
+    """Check that a model has embeddings of these ids."""
+    num_known = model.get_input_embeddings().weight.shape[0]
+    if (largest := max(ids)) >= num_known:
+        raise InvalidValueError(f"prompt holds the id {largest}; expected ids in [0, {num_known - 1}]")
+
+
 def fitting_new_tokens(model: Any, prompt_tokens: int) -> int:
     """Return how many tokens the model's context leaves room for; the last one is sampled and takes no place."""
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvcache.errors import InvalidValueError, RollbackError
 from kvcache.hf.cache import ModelCache
-from kvcache.hf.prompt import Prompt, prompt_ids
+from kvcache.hf.prompt import Prompt, check_known_ids, prompt_ids
 from kvcache.hf.versions import CACHE_ARGUMENT
 
 # What a session says to `generate` itself.
@@ -49,10 +49,7 @@ class Request:
                 )
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.ids = prompt_ids(tokenizer, prompt)
-        num_known = model.get_input_embeddings().weight.shape[0]
-        for token in self.ids:
-            if not 0 <= token < num_known:
-                raise InvalidValueError(f"prompt holds the id {token}; expected ids in [0, {num_known - 1}]")
+        check_known_ids(model, self.ids)
 
 
 class Turn:

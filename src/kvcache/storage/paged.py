@@ -24,7 +24,7 @@ from kvcache.storage.codecs import StorageLike
 from kvcache.storage.family import CacheFamily
 from kvcache.storage.layer import LayerCache, VisibleRows
 from kvcache.storage.ledger import BlockLedger
-from kvcache.storage.reservation import Request, Reservation, num_blocks_needed
+from kvcache.storage.reservation import Request, Reservation, num_blocks_needed, planned
 from kvcache.storage.table import BlockTable
 
 
@@ -342,7 +342,7 @@ class PagedCache(LayerCache):
         requests: list[Request] = [(table, self._seq_len, length - self._seq_len) for table in self._tables]
         self._add_blocks(num_blocks_needed(requests) - self.num_free)
         first = self._seq_len // self.block_size  # the place of the first block that may change
-        reservation = Reservation("full", requests)
+        reservation = Reservation(planned("full", requests))
         try:
             if reservation.copies:
                 self._store.copy_blocks(*zip(*reservation.copies, strict=True))

@@ -39,21 +39,13 @@ class Growth:
 
 
 Request = tuple[BlockTable, int, int]  # a table, the tokens it holds and those to come
+Plan = list[tuple[BlockTable, int, bool]]  # tables, how many blocks each gets, whether its open one is copied
 
 
 class Reservation:
-    """Room for new tokens in tables of one kind.
+    """Room for new tokens in tables of one kind, as `planned` has found that there is."""
 
-    Args:
-        kind: of the layers, for the error.
-        requests: for each table itself, the tokens it holds and those to come.
-
-    Raises:
-        OutOfBlocksError: too few blocks are free or idle; nothing has changed.
-    """
-
-    def __init__(self, kind: str, requests: Iterable[Request]) -> None:
-        plan = _checked_plan(kind, requests)
+    def __init__(self, plan: Plan) -> None:
         if plan:
             plan[0][0].ledger.make_room(_num_blocks(plan))
         self.growths = [_grow(*entry) for entry in plan]
@@ -79,13 +71,20 @@ class Reservation:
             growth.undo()
 
 
-def check_room(kind: str, requests: Iterable[Request]) -> None:
-    """Check that a `Reservation` of these will find its blocks.
+def planned(kind: str, requests: Iterable[Request]) -> Plan:
+    """Return what a `Reservation` has to do; nothing changes by that.
+
+    Args:
+        kind: of the layers, for the error.
+        requests: for each table itself, the tokens it holds and those to come.
 
     Raises:
         OutOfBlocksError: too few blocks are free or idle.
     """
-    _checked_plan(kind, requests)
+    plan = list(_plan(requests))
+    if plan and (needed := _num_blocks(plan)) > (available := plan[0][0].ledger.num_available):
+        raise OutOfBlocksError(kind, needed, available)
+    return plan
 
 
 def num_blocks_needed(requests: Iterable[Request]) -> int:
@@ -95,16 +94,6 @@ def num_blocks_needed(requests: Iterable[Request]) -> int:
 
 def _num_blocks(plan: Iterable[tuple[BlockTable, int, bool]]) -> int:
     return sum(num_new + copies for _, num_new, copies in plan)
-
-
-Plan = list[tuple[BlockTable, int, bool]]  # tables, how many blocks each gets, whether its open one is copied
-
-
-def _checked_plan(kind: str, requests: Iterable[Request]) -> Plan:
-    plan = list(_plan(requests))
-    if plan and (needed := _num_blocks(plan)) > (available := plan[0][0].ledger.num_available):
-        raise OutOfBlocksError(kind, needed, available)
-    return plan
 
 
 def _plan(requests: Iterable[Request]) -> Iterator[tuple[BlockTable, int, bool]]:

@@ -16,7 +16,7 @@ from kvcache.attention.dispatch import checked_attention
 from kvcache.checks import check_bool, check_int, check_tensor
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.storage.packing import PackedTokens
-from kvcache.storage.reservation import Reservation, check_room
+from kvcache.storage.reservation import Reservation, planned
 from kvcache.storage.sequence import Sequence
 from kvcache.storage.specs import LayerSpec
 from kvcache.storage.tokens import TokenIds, check_tokens
@@ -231,14 +231,12 @@ class Step:
 
     def _reserve(self) -> None:
         pool = self.pool
-        requests = {
-            kind: list(zip(tables, self._packing.lengths, self.num_tokens, strict=True))
+        plans = {  # of all kinds first: what makes room lets go of blocks, which cannot be undone
+            kind: planned(kind, zip(tables, self._packing.lengths, self.num_tokens, strict=True))
             for kind, tables in self._packing.tables.items()
         }
-        for kind in requests:  # of all kinds first: what makes room lets go of blocks, which cannot be undone
-            check_room(kind, requests[kind])
-        for kind in requests:
-            self.reservations[kind] = Reservation(kind, requests[kind])
+        for kind, plan in plans.items():
+            self.reservations[kind] = Reservation(plan)
         for kind, reservation in self.reservations.items():
             if reservation.copies:
                 sources, targets = zip(*reservation.copies, strict=True)

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.cli.main import main
 from kvcache.cli.prompt import read_prompt
-from tests.hf.tiny_models import llama
+from tests.hf.tiny_models import bloom, deepseek_v3, llama
 
 QUESTION = "What is the capital of France?"
 
@@ -20,6 +20,12 @@ def kvcache(capsys, *arguments):
         main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return ended.value.code or 0, captured.out, captured.err
+
+
+def longrope(**options):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 30, **factors}
+    return llama(rope_parameters=rope, **options)
 
 
 def generate_json(capsys, *arguments):
@@ -38,7 +44,7 @@ def test_it_answers_and_gives_an_account(capsys, smollm2):
     assert lines[1].startswith("Prefill  ")
     assert lines[2].startswith("Decode   ")
     assert lines[2].endswith(" for 7 tokens")
-    assert lines[3] == "Cache    2.0 MB used of 2.6 MB, 46,080 bytes a token in float32"
+    assert lines[3] == "Cache    2.0 MB used of 2.9 MB, 46,080 bytes a token in float32"
     assert lines[4] == "Q, K, V  132 projections a layer with a cache, 972 without (7.4x)"
     assert "Traceback" not in err
 
@@ -54,7 +60,7 @@ def test_json_holds_what_people_see(capsys, smollm2):
     }
     assert data["cache"] == {
         "tokens": 44,
-        "bytes": 56 * 46080,
+        "bytes": 64 * 46080,  # the 56 tokens that there may be, in blocks of 64
         "bytes_stored": 44 * 46080,
         "bytes_per_token": 46080,
         "storage": "float32",
@@ -160,6 +166,39 @@ def test_a_prompt_of_exactly_the_context_fits_and_one_more_is_refused(capsys, ti
     status, out, err = kvcache(capsys, "generate", fits + " one", "--model", tiny_folder)
     assert (status, out) == (2, "")
     assert err == "kvcache: error: the prompt has 65 tokens; the model's context is 64\n"
+
+
+def test_compare_draws_the_same_tokens_with_and_without_a_cache(capsys, tiny_folder):
+    options = ("--temperature", 1.5, "--top-k", 50, "--repetition-penalty", 1.1, "--seed", 3, "--max-new-tokens", 40)
+    data = generate_json(capsys, "one two three four", "--model", tiny_folder, "--compare", *options)
+    assert data["generated_tokens"] == 40
+    assert len(set(data["token_ids"])) > 10
+    assert data["comparison"]["same_tokens"] is True
+    other = generate_json(capsys, "one two three four", "--model", tiny_folder, *options, "--seed", 4)
+    assert other["token_ids"] != data["token_ids"]
+
+
+@pytest.mark.filterwarnings("ignore:the model does something with a layer's keys:UserWarning")
+@pytest.mark.filterwarnings("ignore:rotary positions of type 'longrope' change beyond 30 tokens:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (deepseek_v3, "layers keep one latent for all heads"),
+        (bloom, "has attention of its own"),
+        (longrope, "its rotary positions change beyond 30 tokens"),
+    ],
+)
+def test_a_model_that_the_engine_does_not_take_runs_all_the_same(capsys, smollm2, tmp_path, make, why):
+    make(vocab_size=len(smollm2.tokenizer)).save_pretrained(tmp_path)
+    smollm2.tokenizer.save_pretrained(tmp_path)
+    options = ("--model", tmp_path, "--dtype", "float64", "--raw", "--max-new-tokens", 12, "--compare", "--json")
+    status, out, err = kvcache(capsys, "generate", "one two " * 16, *options)
+    assert status == 0, err
+    assert f"{tmp_path} cannot run in the engine, so transformers runs it: " in err
+    assert why in err
+    data = json.loads(out)
+    assert data["cache"]["tokens"] == data["prompt_tokens"] + 11
+    assert data["comparison"]["same_tokens"] is True
 
 
 @pytest.mark.parametrize(

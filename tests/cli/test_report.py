@@ -8,10 +8,15 @@ from kvcache.cli.report import (
     projections_without_cache,
 )
 from kvcache.cli.run import CacheAccount, Run
+from kvcache.engine import Completion, Timings
+from kvcache.hf import Usage
 
 
 def run_of(token_ids, prompt_tokens=4, first=1.0, later=2.0, cache=None):
-    return Run(prompt_tokens, list(token_ids), first, later, stopped=False, cache=cache)
+    count = len(token_ids)
+    timings = Timings(0.0, first, first + later, per_token=later / (count - 1) if count > 1 else None)
+    usage = Usage(prompt_tokens, 0, prompt_tokens, count)
+    return Run(Completion("text", list(token_ids), "length", usage, timings), cache)
 
 
 def test_projections_are_counted_as_they_are_done():

@@ -2,16 +2,18 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 import kvcache
-from kvcache import InvalidTypeError, InvalidValueError
+from kvcache import CacheSpec, InvalidTypeError, InvalidValueError, NotSupportedError
 from kvcache.engine import Engine
+from kvcache.engine.room import Room
 from tests.engine.engines import check_idle, limited, scheduler_of, text_of
 from tests.engine.texts import TIMEOUT, cold, ids_of, single_bytes
-from tests.hf.tiny_models import bart, gemma3, llama, mistral
+from tests.hf.tiny_models import CHANGING_POSITIONS, bart, bloom, deepseek_v3, gemma3, gpt2, llama, mistral
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -261,6 +263,48 @@ def test_an_engine_of_one_block_and_one_text_at_once(model, tokenizer):
         Engine(model, tokenizer, memory=16 * 512 - 1, block_size=16)
 
 
+def test_the_memory_can_be_said_in_tokens(model, tokenizer):
+    with Engine(model, tokenizer, num_tokens=21, block_size=4) as engine:
+        assert (engine.num_tokens, engine.nbytes, engine.storage) == (24, 24 * 512, "float64")
+        assert len(engine.generate(ids_of(5), max_new_tokens=20).token_ids) == 20
+        with pytest.raises(InvalidValueError, match="25 tokens, 7 blocks of the full layers; expected at most the 6"):
+            engine.generate(ids_of(5), max_new_tokens=21)
+
+
+def test_sliding_layers_get_what_the_texts_that_run_see_of_them(tokenizer):
+    model = gemma3(window=5)
+    room = Room(CacheSpec.from_config(model.config), 4, "float64", max_step_tokens=8, max_running=2)
+    assert room.blocks(400) == {"full": 100, "sliding": 2 * (2 + 2) + 2}
+    assert room.blocks(9) == {"full": 3, "sliding": 3}
+    with Engine(model, tokenizer, num_tokens=400, block_size=4, max_step_tokens=8, max_running=2) as engine:
+        assert engine.num_tokens == 400
+        assert engine.nbytes == room.nbytes(400) < 2 * Room.nbytes(replace(room, max_running=99), 400) / 3
+        prompts = [ids_of(40, seed) for seed in range(5)]
+        for prompt, answer in zip(prompts, engine.generate_many(prompts, max_new_tokens=30), strict=True):
+            assert answer.token_ids == cold(model, prompt, 30)
+        assert scheduler_of(engine).num_preemptions == 0
+        check_idle(engine)
+    for nbytes in range(room.nbytes(4), room.nbytes(200), 777):
+        num_tokens = room.num_tokens(nbytes, None, None, torch.device("cpu"))
+        assert room.nbytes(num_tokens) <= nbytes < room.nbytes(num_tokens + 4)
+
+
+def test_a_text_may_be_as_long_as_the_model_takes(model, tokenizer, engine):
+    assert engine.longest_text == 128
+    rope, limit = CHANGING_POSITIONS["longrope"]
+    with Engine(llama(rope_parameters=rope | {"rope_theta": 10000.0}), tokenizer, memory="200kB") as engine:
+        assert engine.longest_text == limit
+    with Engine(bigger := gpt2(), tokenizer, memory="200kB") as engine:
+        assert engine.longest_text == bigger.config.max_position_embeddings
+
+
+def test_what_the_models_settings_ask_for_and_an_engine_does_not_do_is_said(tokenizer):
+    model = llama()
+    model.generation_config.update(no_repeat_ngram_size=2, num_beams=3, top_k=7, pad_token_id=0)
+    with pytest.warns(UserWarning, match="generation_config has no_repeat_ngram_size=2, num_beams=3, which only"):
+        Engine(model, tokenizer, memory="200kB").close()
+
+
 def test_rows_can_be_kept_in_another_storage(model, tokenizer):
     with Engine(model, tokenizer, memory="200kB", storage="float32") as engine:
         assert scheduler_of(engine).pool.storage == "float32"
@@ -276,10 +320,19 @@ def test_rows_can_be_kept_in_another_storage(model, tokenizer):
         ({"max_running": 1.5}, InvalidTypeError, "max_running is a float"),
         ({"memory": "lots"}, InvalidValueError, "memory is 'lots'"),
         ({"memory": 0}, InvalidValueError, "memory is 0"),
+        ({"num_tokens": 0}, InvalidValueError, "num_tokens is 0"),
+        ({"num_tokens": 2.5}, InvalidTypeError, "num_tokens is a float"),
+        (
+            {"memory": 100, "num_tokens": 2},
+            InvalidValueError,
+            "memory is 100 and num_tokens is 2; expected one of them",
+        ),
         ({"storage": "int7"}, InvalidValueError, "storage"),
         ({"tokenizer": "smollm2"}, InvalidTypeError, "tokenizer is a str"),
         ({"model": torch.nn.Linear(2, 2)}, InvalidTypeError, "model is a Linear"),
         ({"model": bart()}, InvalidTypeError, "an encoder-decoder"),
+        ({"model": deepseek_v3()}, NotSupportedError, "layers keep one latent for all heads"),
+        ({"model": bloom()}, NotSupportedError, "attention"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

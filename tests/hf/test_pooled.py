@@ -2,14 +2,25 @@
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvcache import BlockPool, CacheSpec, InvalidTypeError, InvalidValueError, LayerSpec, NotSupportedError
 from kvcache.hf import forward_step, use_attention
 from kvcache.hf.versions import CACHE_ARGUMENT
 from tests.hf.runs import ids_of
-from tests.hf.tiny_models import ALL_FAMILIES, CHANGING_POSITIONS, POOLED, deepseek_v3, gemma3, gpt2, llama, mistral, t5
+from tests.hf.tiny_models import (
+    ALL_FAMILIES,
+    CHANGING_POSITIONS,
+    POOLED,
+    bloom,
+    deepseek_v3,
+    gemma3,
+    gpt2,
+    llama,
+    mistral,
+    t5,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "softmax_in_float64")
 
@@ -345,8 +356,7 @@ def test_models_that_use_attention_or_cache_for_refuse_are_refused():
     error, message = refusal(t5(), pool)
     assert error is InvalidTypeError
     assert "an encoder-decoder; expected a decoder only" in message
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=16, n_layer=2, n_head=2)).eval()
-    error, message = refusal(bloom, pool)
+    error, message = refusal(bloom(), pool)
     assert error is InvalidValueError
     assert "BloomForCausalLM has attention of its own" in message
 

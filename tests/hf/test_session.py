@@ -11,12 +11,11 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BloomConfig, BloomForCausalLM
 
 from kvcache import InvalidTypeError, InvalidValueError
 from kvcache.hf import Completion, Session, Usage
 from tests.hf.runs import assert_same_logits, generate
-from tests.hf.tiny_models import FAMILIES, VOCAB, bart, deepseek_v3, gpt2, llama, mistral
+from tests.hf.tiny_models import FAMILIES, VOCAB, bart, bloom, deepseek_v3, gpt2, llama, mistral
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,13 +24,6 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
-
-
-def bloom():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.4}
-    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    return BloomForCausalLM(BloomConfig(**sizes, **ends)).double().eval()
 
 
 SESSION_FAMILIES = FAMILIES | {"deepseek_v3": deepseek_v3, "bloom": bloom}

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import (
     BartForConditionalGeneration,
+    BloomForCausalLM,
     DeepseekV3ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -177,6 +178,12 @@ ALL_FAMILIES = FAMILIES | {
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
 }
+
+
+def bloom(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
+    """Biases that grow with the distance (ALiBi), in attention that cannot be exchanged."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.4}
+    return _made(BloomForCausalLM, {**sizes, **_TOKENS, **options}, dtype, seed)
 
 
 def t5(dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:

@@ -1,9 +1,8 @@
 """`kvcache generate`: continue a prompt, stream the text, and say what the cache saved."""
 
-import functools
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 import typer
@@ -13,11 +12,8 @@ from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli import options
 from kvcache.cli.progress import progress_bar
 from kvcache.cli.prompt import encode, read_prompt
-from kvcache.errors import InvalidValueError
+from kvcache.errors import InvalidValueError, NotSupportedError
 from kvcache.storage.codecs import check_storage
-
-if TYPE_CHECKING:
-    from kvcache.hf.detokenize import Detokenizer
 
 EPILOG = """
 Examples:
@@ -86,64 +82,48 @@ def generate(
     with messages.status("Starting") as status:
         from kvcache import hf  # first, as it says what to install where transformers is missing
         from kvcache.cli import report, run
-        from kvcache.hf.detokenize import Detokenizer
         from kvcache.hf.prompt import fitting_new_tokens
 
         loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
         prompt_ids = encode(loaded.tokenizer, text, raw)
         fitting = fitting_new_tokens(loaded.model, len(prompt_ids))
-        run.warm_up(loaded.model, prompt_ids)
+        generation = {
+            "max_new_tokens": min(max_new_tokens, fitting),
+            "min_new_tokens": min(min_new_tokens, fitting),
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": secrets.randbelow(2**31) if seed is None else seed,
+        }
+        continued = run.Text(*loaded, prompt_ids, generation)
+        continued.warm_up()
     if max_new_tokens > fitting:
         messages.print(f"The model's context has room for {fitting:,} new tokens, so no more are generated.")
 
-    generate_once = functools.partial(
-        run.generate,
-        loaded.model,
-        prompt_ids,
-        max_new_tokens=min(max_new_tokens, fitting),
-        min_new_tokens=min(min_new_tokens, fitting),
-        sampling=run.SamplingOptions(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=secrets.randbelow(2**31) if seed is None else seed,
-        ),
-    )
-    printer = _Printer(Detokenizer(loaded.tokenizer), silent=as_json)
-    first = generate_once(use_cache=cache, storage=kept, on_token=printer.push)
-    printer.finish()
+    def show(piece: str) -> None:
+        if not as_json:
+            print(piece, end="", flush=True)
+
+    if not cache:
+        first = continued.without_cache(show)
+    else:
+        try:
+            first = continued.through_engine(kept, show)
+        except NotSupportedError as error:
+            why = f"{model} cannot run in the engine, so transformers runs it: {error}"
+            messages.print(why, markup=False, soft_wrap=True)
+            first = continued.through_transformers(kept, show)
+    show("\n")
     second = None
     if compare:
         with progress_bar(messages) as bar:
             task = bar.add_task("Again, without a cache", total=len(first.token_ids))
-            second = generate_once(use_cache=False, on_token=lambda _: bar.advance(task))
+            second = continued.without_cache(lambda _: None, lambda: bar.advance(task))
 
-    result = report.Report(model, dtype, torch.get_num_threads(), printer.text, first, second)
+    result = report.Report(model, dtype, torch.get_num_threads(), first, second)
     if as_json:
         print(result.as_json())
     elif not quiet:
         result.print()
-
-
-class _Printer:
-    """Prints text as it comes, and keeps it."""
-
-    def __init__(self, detokenizer: "Detokenizer", silent: bool) -> None:
-        self.text = ""
-        self._detokenizer = detokenizer
-        self._silent = silent
-
-    def push(self, ids: list[int]) -> None:
-        self._show(self._detokenizer.push(ids))
-
-    def finish(self) -> None:
-        self._show(self._detokenizer.finish())
-        if not self._silent:
-            print()
-
-    def _show(self, piece: str) -> None:
-        self.text += piece
-        if not self._silent:
-            print(piece, end="", flush=True)

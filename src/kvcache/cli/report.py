@@ -38,7 +38,7 @@ def as_data(run: Run) -> dict[str, Any]:
     return {
         "generated_tokens": len(run.token_ids),
         "token_ids": run.token_ids,
-        "finish_reason": "stop" if run.stopped else "length",
+        "finish_reason": run.completion.finish_reason,
         "time_to_first_token_seconds": run.first_token_seconds,
         "decode_seconds": run.decode_seconds,
         "total_seconds": run.total_seconds,
@@ -81,7 +81,6 @@ class Report:
     model: str
     dtype: str  # of the weights
     threads: int
-    text: str
     run: Run
     uncached: Run | None = None  # the same again without a cache, where that was asked for
 
@@ -92,7 +91,7 @@ class Report:
             "dtype": self.dtype,
             "threads": self.threads,
             "prompt_tokens": self.run.prompt_tokens,
-            "text": self.text,
+            "text": self.run.completion.text,
             **as_data(self.run),
         }
         if self.uncached is not None:
@@ -119,7 +118,7 @@ def _account_table(run: Run) -> Table:
     table.add_column(style="bold")
     table.add_column()
     generated = len(run.token_ids)
-    ended = "ended by the model" if run.stopped else "ended by --max-new-tokens"
+    ended = "ended by the model" if run.completion.finish_reason == "stop" else "ended by --max-new-tokens"
     table.add_row("Tokens", f"{run.prompt_tokens:,} in the prompt, {generated:,} generated ({ended})")
     first_token = f"first token after {units.seconds(run.first_token_seconds)}"
     table.add_row("Prefill", f"{units.rate(run.prefill_tokens_per_second)}, {first_token}")

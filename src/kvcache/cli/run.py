@@ -1,39 +1,30 @@
-"""One generation, timed: the prompt's ids in, the new ids and what they cost out."""
+"""One generation, timed: through an engine, or through the model's own forward, with a cache or without one.
 
-import time
+Whichever way a text comes, its tokens are picked by the same `Branch` of an engine's request, so that runs with the
+same options can be compared token by token.
+"""
+
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 
+from kvcache.engine import Completion, Engine
+from kvcache.engine.model import longest_text
+from kvcache.engine.options import options_of
+from kvcache.engine.request import Branch, Request
+from kvcache.errors import NotSupportedError
 from kvcache.hf import cache_for, use_attention
 from kvcache.hf.attention import attention_is_exchangeable
 from kvcache.hf.cache import ModelCache
+from kvcache.hf.guard import parameters_of_forward
 from kvcache.hf.versions import CACHE_ARGUMENT
+from kvcache.storage import CacheSpec
 from kvcache.storage.codecs import Storage
 
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How the next token is picked, under transformers' names; a temperature of 0 is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    def generation_arguments(self) -> dict[str, Any]:
-        """Return the arguments of transformers' `generate` that these options mean."""
-        arguments: dict[str, Any] = {"do_sample": False, "repetition_penalty": self.repetition_penalty}
-        if self.temperature > 0:
-            arguments |= {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-            arguments["min_p"] = self.min_p or None
-        return arguments
+OnText = Callable[[str], None]  # gets each piece of the text as it comes
 
 
 @dataclass(frozen=True)
@@ -51,17 +42,33 @@ class CacheAccount:
 class Run:
     """One finished generation."""
 
-    prompt_tokens: int
-    token_ids: list[int]  # the new ones
-    first_token_seconds: float  # prefill and the first sample
-    decode_seconds: float  # all later tokens
-    stopped: bool  # at an end-of-text token, not at the limit
+    completion: Completion
     cache: CacheAccount | None  # None: every step computed the whole sequence again
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.completion.usage.prompt_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new tokens."""
+        return self.completion.token_ids
 
     @property
     def total_seconds(self) -> float:
         """Seconds from the prompt to the last token."""
-        return self.first_token_seconds + self.decode_seconds
+        return self.completion.timings.total
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Seconds from the prompt to the first token: prefill and the first sample."""
+        return self.completion.timings.first_token
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.total_seconds - self.first_token_seconds
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -71,88 +78,97 @@ class Run:
     @property
     def decode_tokens_per_second(self) -> float | None:
         """Tokens after the first over the time they took; None where there are none."""
-        later = len(self.token_ids) - 1
-        return later / self.decode_seconds if later else None
+        seconds = self.completion.timings.per_token
+        return None if seconds is None else 1 / seconds
 
 
-def generate(
-    model: Any,
-    prompt_ids: list[int],
-    *,
-    max_new_tokens: int,
-    min_new_tokens: int,
-    sampling: SamplingOptions,
-    use_cache: bool,
-    storage: Storage | None = None,
-    on_token: Callable[[list[int]], None],
-) -> Run:
-    """Continue `prompt_ids` with `model`; `on_token` gets each new token as it comes.
+class Text:
+    """A prompt, the model that continues it, and how.
 
-    `storage` says how the cache keeps rows; default: in the model's dtype.
+    Args:
+        model, tokenizer: of transformers.
+        prompt_ids: at least one, and with the new tokens no more than the model's context.
+        options: as of `Engine.generate`, `max_new_tokens` among them.
     """
-    input_ids = torch.tensor([prompt_ids], device=model.device)
-    # The last token is sampled and never processed, so it needs no room.
-    max_tokens = len(prompt_ids) + max_new_tokens - 1
-    cache = cache_for(model, max_tokens, storage=storage) if use_cache else None
-    model.generation_config.cache_implementation = None  # some models ask for one of transformers' own
-    clock = _Clock(on_token)
-    torch.manual_seed(sampling.seed)
-    clock.start()
-    with use_attention(model) if attention_is_exchangeable(model) else nullcontext():
-        output = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens or None,
-            use_cache=use_cache,
-            streamer=clock,
-            **({CACHE_ARGUMENT: cache} if use_cache else {}),
-            **sampling.generation_arguments(),
+
+    def __init__(self, model: Any, tokenizer: Any, prompt_ids: list[int], options: dict[str, Any]) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
+        self._options = options | {"num_return_sequences": 1}
+        self._max_tokens = len(prompt_ids) + options["max_new_tokens"] - 1  # the last one is sampled and never stored
+
+    def through_engine(self, storage: Storage | None, on_text: OnText) -> Run:
+        """Continue it through an engine with room for it alone; `storage` as in `Engine`.
+
+        Raises:
+            NotSupportedError: the model cannot run so, or not for so long a text. Nothing has run.
+        """
+        longest = longest_text(self._model)
+        if longest is not None and longest < self._max_tokens:
+            raise NotSupportedError(f"its rotary positions change beyond {longest:,} tokens")
+        with Engine(
+            self._model, self._tokenizer, num_tokens=self._max_tokens, storage=storage, max_running=1
+        ) as engine:
+            job = engine.submit(self._prompt_ids, **self._options)
+            for piece in job:
+                on_text(piece)
+            (completion,) = job.result()
+            return Run(completion, self._account_of(engine, completion))
+
+    def through_transformers(self, storage: Storage | None, on_text: OnText) -> Run:
+        """Continue it through the model's own forward and a cache of `cache_for`; `storage` as there."""
+        cache = cache_for(self._model, self._max_tokens, storage=storage)
+        assert isinstance(cache, ModelCache)  # as the model has no encoder
+
+        def next_logits(ids: list[int]) -> torch.Tensor:
+            return self._logits(ids[cache.get_seq_length() :], use_cache=True, **{CACHE_ARGUMENT: cache})
+
+        with use_attention(self._model) if attention_is_exchangeable(self._model) else nullcontext():
+            completion = self._completion(next_logits, on_text)
+        rows = cache.layers[0].rows
+        assert rows is not None  # the prompt has run
+        return Run(
+            completion,
+            CacheAccount(cache.get_seq_length(), cache.nbytes, cache.stored_nbytes, cache.token_nbytes, rows.storage),
         )
-    token_ids = output[0, len(prompt_ids) :].tolist()
-    return Run(
-        prompt_tokens=len(prompt_ids),
-        token_ids=token_ids,
-        first_token_seconds=clock.times[1] - clock.times[0],
-        decode_seconds=clock.times[-1] - clock.times[1],
-        stopped=token_ids[-1] in _end_ids(model),
-        cache=_account(cache) if isinstance(cache, ModelCache) else None,
-    )
 
+    def without_cache(self, on_text: OnText, on_token: Callable[[], object] = lambda: None) -> Run:
+        """Continue it through the model's own forward, over the whole text for every token."""
 
-def warm_up(model: Any, prompt_ids: list[int]) -> None:
-    """Process the prompt's first tokens once, so that no timed run pays for what a process does once."""
-    with torch.inference_mode():
-        model(torch.tensor([prompt_ids[:64]], device=model.device), use_cache=False)
+        def next_logits(ids: list[int]) -> torch.Tensor:
+            logits = self._logits(ids, use_cache=False)
+            on_token()
+            return logits
 
+        return Run(self._completion(next_logits, on_text), None)
 
-class _Clock(BaseStreamer):
-    """Notes when each token came: transformers hands a streamer the prompt first, then token after token."""
+    def warm_up(self) -> None:
+        """Run the prompt's first tokens once, so that no timed run pays for what a process does once."""
+        with torch.inference_mode():
+            self._logits(self._prompt_ids[:64], use_cache=False)
 
-    def __init__(self, on_token: Callable[[list[int]], None]) -> None:
-        self.times: list[float] = []
-        self._on_token = on_token
-        self._prompt_seen = False
+    @torch.inference_mode()
+    def _completion(self, next_logits: Callable[[list[int]], torch.Tensor], on_text: OnText) -> Completion:
+        options = options_of(self._model.generation_config, self._options)
+        request = Request(self._prompt_ids, options, self._tokenizer, on_text=lambda _, piece: on_text(piece))
+        branch = Branch(request, 0, self._model.device)
+        while branch.completion is None:
+            branch.pick(next_logits(branch.tokens))
+        return branch.completion
 
-    def start(self) -> None:
-        self.times.append(time.perf_counter())
+    def _logits(self, ids: list[int], **arguments: Any) -> torch.Tensor:
+        if "logits_to_keep" in parameters_of_forward(type(self._model).forward):
+            arguments["logits_to_keep"] = 1
+        output = self._model(torch.tensor([ids], device=self._model.device), return_dict=True, **arguments)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
 
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt_seen:
-            self.times.append(time.perf_counter())
-            self._on_token(value.flatten().tolist())
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        pass
-
-
-def _end_ids(model: Any) -> set[int]:
-    end = model.generation_config.eos_token_id
-    return set(end) if isinstance(end, list) else {end}
-
-
-def _account(cache: ModelCache) -> CacheAccount:
-    layer = cache.layers[0].rows
-    assert layer is not None  # a run has processed the prompt at least
-    return CacheAccount(cache.get_seq_length(), cache.nbytes, cache.stored_nbytes, cache.token_nbytes, layer.storage)
+    def _account_of(self, engine: Engine, completion: Completion) -> CacheAccount:
+        tokens = len(self._prompt_ids) + len(completion.token_ids) - 1
+        spec, stored = CacheSpec.from_config(self._model.config), 0
+        for kind in spec.kinds:
+            window, sinks = spec.rule(kind)
+            rows = tokens if window is None else min(tokens, window + sinks)
+            stored += rows * spec.token_nbytes(engine.storage, kind)
+        return CacheAccount(tokens, engine.nbytes, stored, spec.token_nbytes(engine.storage), engine.storage)

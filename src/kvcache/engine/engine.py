@@ -13,24 +13,20 @@ from transformers import PreTrainedModel
 from kvcache.checks import check_int
 from kvcache.engine.completion import Completion
 from kvcache.engine.job import Job, Pieces
+from kvcache.engine.model import fitting_here, longest_text, spec_of, warn_of_what_is_not_done
 from kvcache.engine.options import options_of
 from kvcache.engine.request import Request
+from kvcache.engine.room import Room
 from kvcache.engine.scheduler import Scheduler
 from kvcache.engine.worker import Worker
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.hf import forward_step, load_model, use_attention
-from kvcache.hf.cache import unchanged_positions
 from kvcache.hf.guard import check_decoder_only
-from kvcache.hf.prompt import Prompt, check_known_ids, fitting_new_tokens, prompt_ids
-from kvcache.memory import free_memory, parse_size
+from kvcache.hf.prompt import Prompt, check_known_ids, context_of, prompt_ids
 from kvcache.prefix import PrefixCache, PrefixStatistics
 from kvcache.prefix.keys import encoded
-from kvcache.storage import BlockPool, CacheSpec
-from kvcache.storage.codecs import StorageLike
-from kvcache.storage.model_config import decoder_config
-
-SHARE_OF_FREE_MEMORY = 4  # one part of so many, where it is not said
-WHOLE_TEXTS = 16  # and no more than so many texts of the model's whole context take
+from kvcache.storage import BlockPool
+from kvcache.storage.codecs import StorageLike, check_storage
 
 
 class Engine:
@@ -46,6 +42,7 @@ class Engine:
         tokenizer: its tokenizer.
         memory: for keys and values, in bytes or as in "2GiB"; default: a quarter of what is free, and no more than 16
             texts of the model's whole context take.
+        num_tokens: memory for so many tokens instead, >= 1, in whole blocks.
         storage: how rows are kept, as in `kvcache.KVCache`; default: the model's dtype.
         block_size: tokens of a block, >= 1.
         max_step_tokens: tokens that run in one step, those of texts whose prompt has run first; at least one of a
@@ -57,8 +54,9 @@ class Engine:
         num_tokens: tokens that the memory holds.
 
     Raises:
-        InvalidTypeError, InvalidValueError: the model is none, or of a kind that cannot run so; the memory does not
-            hold a block; or another argument is not what is described here.
+        NotSupportedError: the model cannot run so, and why.
+        InvalidTypeError, InvalidValueError: the memory does not hold a block, or is more than is free; or an argument
+            is not what is described here.
 
     Example::
 
@@ -72,6 +70,7 @@ class Engine:
         tokenizer: Any,
         *,
         memory: int | str | None = None,
+        num_tokens: int | None = None,
         storage: StorageLike | None = None,
         block_size: int = 64,
         max_step_tokens: int = 512,
@@ -83,13 +82,14 @@ class Engine:
         block_size = check_int("block_size", block_size, minimum=1)
         max_step_tokens = check_int("max_step_tokens", max_step_tokens, minimum=1)
         max_running = check_int("max_running", max_running, minimum=1)
-        use_attention(model).undo()  # which says if that cannot be
+        kept = check_storage("storage", model.dtype if storage is None else storage)
+        spec = spec_of(model)
+        warn_of_what_is_not_done(model.generation_config)
         self.model: Any = model
         self.tokenizer = tokenizer
-        spec = CacheSpec.from_config(model.config)
-        kept = model.dtype if storage is None else storage
-        num_blocks = _num_blocks(spec, memory, block_size, kept, model)
-        pool = BlockPool(spec, num_blocks, block_size, kept, model.device)
+        room = Room(spec, block_size, kept, max_step_tokens, max_running)
+        num_tokens = room.num_tokens(memory, num_tokens, context_of(model), model.device)
+        pool = BlockPool(spec, room.blocks(num_tokens), block_size, kept, model.device)
         self._prefixes = PrefixCache(pool, model)
         scheduler = Scheduler(self._prefixes, partial(forward_step, model), max_step_tokens, max_running)
         self._worker = Worker(scheduler, partial(use_attention, model))
@@ -109,9 +109,24 @@ class Engine:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values the memory holds."""
+        """Tokens whose keys and values the memory holds; of sliding layers, those that windows see."""
         pool = self._prefixes.pool
-        return min(pool.num_blocks.values()) * pool.block_size
+        return max(pool.num_blocks.values()) * pool.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of that memory."""
+        return self._prefixes.pool.nbytes
+
+    @property
+    def storage(self) -> str:
+        """How rows are kept there."""
+        return self._prefixes.pool.storage
+
+    @property
+    def longest_text(self) -> int | None:
+        """Tokens that a text may have, by its model's context; None without a limit."""
+        return longest_text(self.model)
 
     @property
     def statistics(self) -> PrefixStatistics:
@@ -220,16 +235,15 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        pool = self._prefixes.pool
-        size = f"{self.num_tokens:,} tokens, {pool.nbytes / 1e6:,.1f} MB"
-        return f"Engine({type(self.model).__name__}, room for {size} in {pool.storage})"
+        size = f"{self.num_tokens:,} tokens, {self.nbytes / 1e6:,.1f} MB"
+        return f"Engine({type(self.model).__name__}, room for {size} in {self.storage})"
 
     def _request(self, prompt: Prompt, namespace: Any, options: dict[str, Any]) -> Request:
         checked = options_of(self.model.generation_config, options)
         own = encoded("namespace", namespace)  # as it is now, whatever the caller does with it later
         ids = prompt_ids(self.tokenizer, prompt)
         check_known_ids(self.model, ids)
-        return Request(ids, checked.limited(_fitting_new_tokens(self.model, len(ids))), self.tokenizer, own)
+        return Request(ids, checked.limited(fitting_here(self.model, len(ids))), self.tokenizer, own)
 
     def _started(self, request: Request) -> Job:
         job = Job(request, self._cancel)
@@ -264,20 +278,6 @@ class Engine:
                     job.cancel()
 
 
-def _fitting_new_tokens(model: Any, num_tokens: int) -> int:
-    """Return how many tokens the context, and positions that do not depend on the length, leave room for."""
-    fitting = fitting_new_tokens(model, num_tokens)
-    unchanged = unchanged_positions(decoder_config(model.config))
-    if unchanged is None:
-        return fitting
-    if num_tokens > unchanged.num_tokens:
-        raise InvalidValueError(
-            f"the prompt has {num_tokens:,} tokens; rotary positions of type {unchanged.rope_type!r} change "
-            f"beyond {unchanged.num_tokens:,}, expected at most those"
-        )
-    return min(fitting, unchanged.num_tokens - num_tokens + 1)
-
-
 def _one_or_all(texts: list[Completion]) -> Completion | list[Completion]:
     return texts[0] if len(texts) == 1 else texts
 
@@ -296,25 +296,3 @@ def _raised(outcomes: list[Any], return_exceptions: bool) -> list[Any]:
     if error is not None and not return_exceptions:
         raise error
     return outcomes
-
-
-def _num_blocks(
-    spec: CacheSpec, memory: int | str | None, block_size: int, storage: StorageLike, model: PreTrainedModel
-) -> int:
-    """Return how many blocks of each kind the memory holds."""
-    block_nbytes = spec.nbytes(1, block_size, storage)
-    if memory is None:
-        context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192
-        most = WHOLE_TEXTS * -(-context // block_size) * block_nbytes
-        nbytes = min((free_memory(model.device) or most) // SHARE_OF_FREE_MEMORY, most)
-    elif isinstance(memory, str):
-        nbytes = parse_size("memory", memory)
-    else:
-        nbytes = check_int("memory", memory, minimum=1)
-    if (free := free_memory(model.device)) is not None and nbytes > free:
-        raise InvalidValueError(f"memory is {nbytes:,} bytes, and {free:,} are free; expected at most that")
-    if nbytes < block_nbytes:
-        raise InvalidValueError(
-            f"memory is {nbytes:,} bytes; a block of {block_size} tokens takes {block_nbytes:,}, expected at least that"
-        )
-    return nbytes // block_nbytes

@@ -48,14 +48,20 @@ def check_known_ids(model: Any, ids: list[int]) -> None:
         raise InvalidValueError(f"prompt holds the id {largest}; expected ids in [0, {num_known - 1}]")
 
 
+def context_of(model: Any) -> int | None:
+    """Return how many tokens the model takes, None without a limit."""
+    context: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return context
+
+
 def fitting_new_tokens(model: Any, prompt_tokens: int) -> int:
     """Return how many tokens the model's context leaves room for; the last one is sampled and takes no place."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    context = context_of(model)
     if context is None:
         return sys.maxsize
     if prompt_tokens > context:
         raise InvalidValueError(f"the prompt has {prompt_tokens:,} tokens; the model's context is {context:,}")
-    return int(context) - prompt_tokens + 1
+    return context - prompt_tokens + 1
 
 
 def _chat_text(tokenizer: Any, messages: Sequence[Any]) -> str:

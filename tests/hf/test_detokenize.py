@@ -1,7 +1,11 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from kvcache.hf.detokenize import Detokenizer
+from tests.engine.texts import single_bytes
 from tests.hf.model_files import word_tokenizer
 
 
@@ -47,3 +51,34 @@ def test_a_special_token_in_the_middle_changes_nothing_around_it():
     ids = [3, 2, 2, 4, 2, 5]
     pieces, rest = pieces_of(tokenizer, ids)
     assert "".join(pieces) + rest == tokenizer.decode(ids, skip_special_tokens=True) == "the cat sat"
+
+
+def byte_fallback_tokenizer():
+    """Every byte is a token, and bytes that are no text are one mark each, with the characters that touch them."""
+    tokenizer = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@given(text=st.text("aé日🦙", max_size=12), size=st.integers(1, 3))
+def test_bytes_as_tokens_never_show_a_part_of_a_character(text, size):
+    tokenizer = byte_fallback_tokenizer()
+    pieces, rest = pieces_of(tokenizer, list(text.encode()), size)
+    assert ("".join(pieces), rest) == (text, "")
+
+
+def test_what_stands_before_an_unfinished_character_comes_at_once(smollm2):
+    ids = smollm2.tokenizer("So 🦙!")["input_ids"]
+    whole = next(number for number in range(len(ids)) if "\ufffd" in smollm2.tokenizer.decode(ids[: number + 1]))
+    detokenizer = Detokenizer(smollm2.tokenizer)
+    assert detokenizer.push(ids[: whole + 1]).rstrip() == "So"
+    assert detokenizer.push(ids[whole + 1 :]).lstrip() + detokenizer.finish() == "🦙!"
+
+
+@pytest.mark.parametrize("make", [single_bytes, byte_fallback_tokenizer])
+def test_what_is_no_text_does_not_wait_for_ever(make):
+    tokenizer = make()
+    ids = [0xFF] * 50
+    pieces, rest = pieces_of(tokenizer, ids)
+    assert len("".join(pieces)) > 40
+    assert "".join(pieces) + rest == tokenizer.decode(ids)

@@ -82,11 +82,10 @@ def chat(
         free = free_memory(device)
         if nbytes is not None and free is not None and nbytes > free:
             raise InvalidValueError(f"--memory is {units.size(nbytes)}; {units.size(free)} are free beside the model")
-        engine = Engine(*loaded, memory=nbytes, storage=kept, block_size=EngineAnswerer.BLOCK_SIZE)
+        engine = Engine(*loaded, memory=nbytes, storage=kept)
     with engine:
         answerer = EngineAnswerer(
             engine,
-            kept.name,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -95,7 +94,7 @@ def chat(
             repetition_penalty=repetition_penalty,
             seed=seed,
         )
-        room = units.size(answerer.cache_nbytes()[1]) + (f" in {kept.name}" if kept.name != dtype else "")
+        room = units.size(engine.nbytes) + (f" in {kept.name}" if kept.name != dtype else "")
         started = f"{model} in {dtype}, memory for {engine.num_tokens:,} tokens ({room}). /help lists the commands."
         messages.print(started, markup=False, soft_wrap=True)
         is_terminal = sys.stdin.isatty()
@@ -115,23 +114,17 @@ class EngineAnswerer:
         InvalidValueError: an option is out of range.
     """
 
-    BLOCK_SIZE = 64
-
-    def __init__(self, engine: "Engine", storage: str, **generation: Any) -> None:
+    def __init__(self, engine: "Engine", **generation: Any) -> None:
         from kvcache.engine.options import options_of
-        from kvcache.storage import CacheSpec
 
         options_of(engine.model.generation_config, generation)  # now, and not after the first question
         self._engine = engine
         self._generation = generation
-        spec = CacheSpec.from_config(engine.model.config)
-        self._block_nbytes = {kind: self.BLOCK_SIZE * spec.token_nbytes(storage, kind) for kind in spec.kinds}
 
     @property
     def context(self) -> int | None:
-        """Tokens that the model takes, None without a limit."""
-        config = self._engine.model.config.get_text_config(decoder=True)
-        return getattr(config, "max_position_embeddings", None)
+        """Tokens that a text of the model may have, None without a limit."""
+        return self._engine.longest_text
 
     def submit(self, messages: list[dict[str, str]]) -> "Job":
         """Begin an answer.
@@ -147,9 +140,7 @@ class EngineAnswerer:
 
     def cache_nbytes(self) -> tuple[int, int]:
         """Return the bytes of the blocks that keep something, and of all blocks."""
-        kept = self._engine.statistics.num_kept
-        used = sum(kept.get(kind, 0) * nbytes for kind, nbytes in self._block_nbytes.items())
-        return used, self._engine.num_tokens // self.BLOCK_SIZE * sum(self._block_nbytes.values())
+        return self._engine.kept_nbytes, self._engine.nbytes
 
     def _ids(self, messages: list[dict[str, str]]) -> list[int]:
         from kvcache.hf.prompt import prompt_ids

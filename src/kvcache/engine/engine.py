@@ -119,6 +119,17 @@ class Engine:
         return self._prefixes.pool.nbytes
 
     @property
+    def kept_nbytes(self) -> int:
+        """Bytes of the blocks there that hold what prompts can find.
+
+        Raises:
+            EngineClosedError: the engine is closed.
+        """
+        pool, kept = self._prefixes.pool, self.statistics.num_kept
+        row_nbytes = {kind: pool.spec.token_nbytes(pool.storage, kind) for kind in kept}
+        return sum(kept[kind] * pool.block_size * row_nbytes[kind] for kind in kept)
+
+    @property
     def storage(self) -> str:
         """How rows are kept there."""
         return self._prefixes.pool.storage

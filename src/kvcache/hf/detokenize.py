@@ -3,12 +3,15 @@
 from typing import Any
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for the first bytes of a longer character
+# More of these in a row are no beginning: of a character 3 bytes can be there, and some decoders show the 4 of the one
+# before it with them.
+_MOST_UNFINISHED = 7
 
 
 class Detokenizer:
     """Turn a growing sequence of token ids into pieces of text.
 
-    A piece is held back while it ends inside a multi-byte character. Only the newest few tokens are decoded again
+    The beginning of a multi-byte character is held back until it is whole. Only the newest few tokens are decoded again
     for each piece, so the cost of a token does not grow with the text.
 
     Args:
@@ -19,29 +22,36 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._context = 0  # ids before this are never decoded again
-        self._emitted = 0  # ids before this are in the text already
+        self._emitted = 0  # ids before this are in the text already, and
+        self._shown = 0  # so many characters of those behind
 
     def push(self, ids: list[int]) -> str:
         """Append `ids` and return the text that they complete, often one word, sometimes empty."""
-        self._ids += ids
+        return "".join([self._push(token) for token in ids])
+
+    def _push(self, token: int) -> str:
+        self._ids.append(token)
         text = self._pending()
-        if text.endswith(_UNFINISHED):
-            return ""
-        if text:  # special tokens leave none, and the next token's text depends on what came before them
+        whole = text.rstrip(_UNFINISHED)
+        if 0 < len(text) - len(whole) <= _MOST_UNFINISHED:
+            self._shown += len(whole)
+            return whole
+        if text or self._shown:  # special tokens leave none, and the next token's text depends on what came before them
             self._context = self._emitted
-        self._emitted = len(self._ids)
+        self._emitted, self._shown = len(self._ids), 0
         return text
 
     def finish(self) -> str:
         """Return what was held back, though it may end inside a character."""
         text = self._pending()
         self._context = self._emitted = len(self._ids)
+        self._shown = 0
         return text
 
     def _pending(self) -> str:
         # A token's text can depend on the ones before it (leading spaces), so they are decoded with it.
         before = self._decode(self._ids[self._context : self._emitted])
-        return self._decode(self._ids[self._context :])[len(before) :]
+        return self._decode(self._ids[self._context :])[len(before) + self._shown :]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -5,6 +5,7 @@ import re
 import select
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -185,14 +186,19 @@ class Terminal:
     def type(self, text):
         os.write(self.terminal, text.encode())
 
-    def end(self):
-        """Return the exit status, when all that is shown has been read."""
-        try:
-            while data := os.read(self.terminal, 4096):
-                self.shown += data.decode(errors="replace")
-        except OSError:  # how Linux says that nobody has the terminal any more
-            pass
-        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+    def interrupt_until_it_ends(self, seconds=120, patience=10):
+        """Return the exit status; an interrupt in the moment before Python waits for a key is seen at the next one."""
+        start, num_typed = time.monotonic(), 0
+        while not (ended := os.waitpid(self.process, os.WNOHANG))[0]:
+            waited = time.monotonic() - start
+            assert waited < seconds, self.shown
+            if waited >= num_typed * patience:
+                self.type("\x03")
+                num_typed += 1
+            with suppress(OSError):  # how Linux says that nobody has the terminal any more
+                if select.select([self.terminal], [], [], 0.1)[0]:
+                    self.shown += os.read(self.terminal, 4096).decode(errors="replace")
+        return os.waitstatus_to_exitcode(ended[1])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
@@ -213,5 +219,4 @@ def test_on_a_terminal_interrupts_end_an_answer_and_then_the_chat(make_folder):
     terminal.wait_for("> ")
     terminal.type("/wrong\n")
     terminal.wait_for("error: unknown command /wrong; /help lists them\n\n> ")
-    terminal.type("\x03")
-    assert terminal.end() == 130
+    assert terminal.interrupt_until_it_ends() == 130

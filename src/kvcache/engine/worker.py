@@ -11,6 +11,7 @@ import torch
 from kvcache.engine.request import Request
 from kvcache.engine.scheduler import Scheduler
 from kvcache.errors import EngineClosedError
+from kvcache.native import release_threads
 
 Act = Callable[[], None]
 
@@ -41,6 +42,8 @@ class Worker:
         Raises:
             EngineClosedError: the worker is closed.
         """
+
+        release_threads()  # the caller waits now, more often than not
 
         def add() -> None:
             try:

@@ -6,6 +6,10 @@
 #include <string>
 #include <vector>
 
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
 #include "append.hpp"
 #include "attention.hpp"
 
@@ -135,6 +139,14 @@ void append(int instruction_set, uintptr_t k, int k_format, const nb::tuple& k_s
   set.append(append);
 }
 
+// Ends the threads that wait for this one's next parallel region, which then starts others.
+void release_threads() {
+#if defined(_OPENMP)
+  nb::gil_scoped_release released;
+  omp_pause_resource_all(omp_pause_soft);
+#endif
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -155,4 +167,5 @@ NB_MODULE(_kernels, m) {
   m.attr("FORMATS") = formats;
   m.def("attend", attend);
   m.def("append", append);
+  m.def("release_threads", release_threads);
 }

@@ -11,7 +11,7 @@ and its `generate` in padded batches of 8 and one prompt after the other, in flo
 process of its own, warmed up with a tiny prompt; keys and values get 1 GiB where that can be said. It prints
 
     tokens/s      of prompts and new ones, together
-    first token   seconds from asking for all to a prompt's first token, the median and the 95th percentile
+    first token   seconds from asking, which is for all at once, to a prompt's first token: median, 95th percentile
     found         tokens of the prompts whose keys and values were there
     memory        the most that the process had, model included, and before the prompts came
     same texts    how many have the tokens that the engine gives in the same dtype
@@ -46,7 +46,7 @@ from .peers import FOLDER, python, vllm_variables
 RESULTS = Path(__file__).parent / "results" / "engine.json"
 OURS, VLLM = "kvcache", "vLLM"
 SIDES = (OURS, VLLM, *(side for side in OWN_SIDES if side != OURS))
-KEEP_PREFIXES = SIDES[:3]
+KEEP_PREFIXES = (OURS, VLLM, "transformers, continuous batching")
 DTYPES = ("float32", "bfloat16")
 MEMORY = 1 << 30
 NUM_PROMPTS, SHARED, OWN, NEW = 32, 1000, (20, 200), 64
@@ -200,7 +200,7 @@ def report_seen(rows: list[Row]) -> str:
     )
 
 
-def keep(rows: list[Row], case: Callable[..., Row], side: str, folder: Path, dtype: str, *of_what: Any) -> bool:
+def add_row(rows: list[Row], case: Callable[..., Row], side: str, folder: Path, dtype: str, *of_what: Any) -> bool:
     """Add what a case measured; where it fails, say so and go on. Return whether it did not."""
     start = time.perf_counter()
     try:
@@ -236,9 +236,9 @@ def main() -> None:
     for dtype in arguments.dtype:
         for workload, prompts in workloads(text, num_prompts, shared).items():
             for side in sides:
-                complete &= keep(rows, measure, side, folder, dtype, workload, prompts)
+                complete &= add_row(rows, measure, side, folder, dtype, workload, prompts)
         for side in (side for side in sides if side in KEEP_PREFIXES):
-            complete &= keep(seen, seen_before, side, folder, dtype, text[:num_seen])
+            complete &= add_row(seen, seen_before, side, folder, dtype, text[:num_seen])
     compare(rows)
     print(f"smollm2. {machine()}.\n\n{report(rows)}\n\n{summary(rows)}\n\n{report_seen(seen)}")
     if complete:

@@ -55,7 +55,7 @@ def batching_config(model: Any, job: dict[str, Any]) -> ContinuousBatchingConfig
 
     On a CPU attention is scaled_dot_product_attention over all queries and all keys of a step, with a mask that leaves
     a query its own text's. A step costs the product of the two, so the long texts of a shared prefix are faster a few
-    at a time, and prompts in pieces; its own 8,192 tokens a step are many times slower.
+    at a time, and prompts in pieces rather than 8,192 tokens a step, its default.
     """
     longest = max(len(prompt) for prompts in job["rounds"] for prompt in prompts)
     return ContinuousBatchingConfig(

@@ -4,6 +4,7 @@ python -m benchmarks.peers vllm    # five minutes, 2 GB
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 
@@ -24,9 +25,13 @@ def make(name: str) -> None:
     if python(name).exists():
         print(f"{environment(name)} is there already; delete it to make it anew")
         return
-    run(sys.executable, "-m", "venv", environment(name))
-    run(python(name), "-m", "pip", "install", "--quiet", "-r", FOLDER / f"{name}.txt")
-    run(python(name), "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[name])
+    try:
+        run(sys.executable, "-m", "venv", environment(name))
+        run(python(name), "-m", "pip", "install", "--quiet", "-r", FOLDER / f"{name}.txt")
+        run(python(name), "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[name])
+    except BaseException:
+        shutil.rmtree(environment(name), ignore_errors=True)  # half of one would be taken for a whole one
+        raise
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from kvcache.checks import check_dtype, check_float, check_int
 from kvcache.costs import count_qkv_projections
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.storage.codecs import Storage, StorageLike, check_storage
-from kvcache.storage.specs import CacheSpec
+from kvcache.storage.specs import CacheSpec, kept_rows
 
 
 @dataclass(frozen=True)
@@ -248,24 +248,6 @@ class Plan:
         )
 
 
-def kept_rows(num_tokens: int, window: int | None = None, sinks: int = 0, *, block_size: int | None = None) -> int:
-    """Return how many rows of a sequence a layer keeps at most while it decodes up to `num_tokens` tokens.
-
-    `num_tokens` without a window, with one `min(num_tokens, sinks + window)`. In blocks both are whole blocks; those
-    of a window need not begin where it does, and a step takes its new block before it gives one back, so there is one
-    more: `ceil(sinks / block_size) + ceil(window / block_size) + 1` blocks.
-
-    >>> kept_rows(1000, window=512), kept_rows(1000, block_size=64), kept_rows(1000, window=512, block_size=64)
-    (512, 1024, 576)
-    """
-    if block_size is None:
-        return _clip(num_tokens, _limit(window, sinks))
-    blocks = _ceil(num_tokens, block_size)
-    if window is not None:
-        blocks = min(blocks, _ceil(sinks, block_size) + _ceil(window, block_size) + 1)
-    return blocks * block_size
-
-
 @dataclass(frozen=True)
 class DecodingWork:
     """What decoding one sequence from an empty start computes.
@@ -318,7 +300,3 @@ def _limit(window: int | None, sinks: int) -> int | None:
 
 def _clip(num_tokens: int, limit: int | None) -> int:
     return num_tokens if limit is None else min(num_tokens, limit)
-
-
-def _ceil(number: int, divisor: int) -> int:
-    return -(-number // divisor)

@@ -201,6 +201,20 @@ def test_a_model_that_the_engine_does_not_take_runs_all_the_same(capsys, smollm2
     assert data["comparison"]["same_tokens"] is True
 
 
+@pytest.mark.filterwarnings("ignore:rotary positions of type 'longrope' change beyond 30 tokens:UserWarning")
+def test_only_a_text_in_which_positions_change_leaves_the_engine(capsys, smollm2, tmp_path):
+    longrope(vocab_size=len(smollm2.tokenizer)).save_pretrained(tmp_path)
+    smollm2.tokenizer.save_pretrained(tmp_path)
+    prompt = "one two " * 10
+    num_tokens = len(smollm2.tokenizer(prompt)["input_ids"])
+    for new_tokens, leaves in ((31 - num_tokens, False), (32 - num_tokens, True)):
+        options = ("--model", tmp_path, "--raw", "--max-new-tokens", new_tokens, "--json")
+        status, out, err = kvcache(capsys, "generate", prompt, *options)
+        assert status == 0, err
+        assert ("its rotary positions change beyond 30 tokens" in err) == leaves
+        assert json.loads(out)["cache"]["tokens"] == num_tokens + new_tokens - 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

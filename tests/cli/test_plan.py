@@ -9,8 +9,9 @@ import torch
 
 from kvcache import memory
 from kvcache.cli import machine, plan
-from kvcache.cli.configuration import load_config, model_sizes
+from kvcache.cli.configuration import model_sizes
 from kvcache.errors import InvalidValueError
+from kvcache.hf.models import load_config
 from kvcache.memory import parse_size
 from tests.cli.test_generate import kvcache
 from tests.hf.test_gguf import write_gguf
@@ -39,7 +40,7 @@ def lines_of(text):
 
 def test_smollm2_has_the_known_sizes(smollm2):
     sizes = model_sizes(smollm2.model.config)
-    assert sizes == model_sizes(load_config("smollm2", lambda line: None))
+    assert sizes == model_sizes(load_config("smollm2"))
     assert sizes.num_parameters == sizes.num_step_parameters == smollm2.model.num_parameters() == 134_515_008
     assert sizes.cache.token_nbytes("bfloat16") == 23_040
     assert (sizes.query_heads, sizes.max_positions) == ((9,) * 30, 8192)

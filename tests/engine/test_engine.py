@@ -11,6 +11,7 @@ import kvcache
 from kvcache import CacheSpec, InvalidTypeError, InvalidValueError, NotSupportedError
 from kvcache.engine import Engine
 from kvcache.engine.room import Room
+from kvcache.storage.codecs import check_storage
 from tests.engine.engines import check_idle, limited, scheduler_of, text_of
 from tests.engine.texts import TIMEOUT, cold, ids_of, single_bytes
 from tests.hf.tiny_models import CHANGING_POSITIONS, bart, bloom, deepseek_v3, gemma3, gpt2, llama, mistral
@@ -251,6 +252,11 @@ def test_the_memory_has_room_for_16_texts_where_nothing_is_said(model, tokenizer
     with Engine(model, tokenizer) as engine:
         assert engine.num_tokens == 16 * 128
         assert repr(engine) == "Engine(LlamaForCausalLM, room for 2,048 tokens, 1.0 MB in float64)"
+    with Engine(gemma3(), tokenizer) as engine:
+        assert engine.num_tokens == 16 * 128
+    rope, limit = CHANGING_POSITIONS["longrope"]
+    with Engine(llama(rope_parameters=rope | {"rope_theta": 10000.0}), tokenizer, block_size=4) as engine:
+        assert engine.num_tokens == 16 * limit
 
 
 def test_an_engine_of_one_block_and_one_text_at_once(model, tokenizer):
@@ -273,8 +279,9 @@ def test_the_memory_can_be_said_in_tokens(model, tokenizer):
 
 def test_sliding_layers_get_what_the_texts_that_run_see_of_them(tokenizer):
     model = gemma3(window=5)
-    room = Room(CacheSpec.from_config(model.config), 4, "float64", max_step_tokens=8, max_running=2)
-    assert room.blocks(400) == {"full": 100, "sliding": 2 * (2 + 2) + 2}
+    storage = check_storage("storage", "float64")
+    room = Room(CacheSpec.from_config(model.config), 4, storage, max_step_tokens=8, max_running=2)
+    assert room.blocks(400) == {"full": 100, "sliding": 2 * 2 * 3 + 2}  # a window of 5 may touch 3 blocks
     assert room.blocks(9) == {"full": 3, "sliding": 3}
     with Engine(model, tokenizer, num_tokens=400, block_size=4, max_step_tokens=8, max_running=2) as engine:
         assert engine.num_tokens == 400
@@ -285,8 +292,10 @@ def test_sliding_layers_get_what_the_texts_that_run_see_of_them(tokenizer):
         assert scheduler_of(engine).num_preemptions == 0
         check_idle(engine)
     for nbytes in range(room.nbytes(4), room.nbytes(200), 777):
-        num_tokens = room.num_tokens(nbytes, None, None, torch.device("cpu"))
+        num_tokens = room.tokens_to_hold(nbytes, None, None, torch.device("cpu"))
         assert room.nbytes(num_tokens) <= nbytes < room.nbytes(num_tokens + 4)
+    sliding = Room(CacheSpec.from_config(mistral(window=5).config), 4, storage, max_step_tokens=8, max_running=2)
+    assert sliding.blocks(400) == {"sliding": 14}
 
 
 def test_a_text_may_be_as_long_as_the_model_takes(model, tokenizer, engine):
@@ -300,9 +309,31 @@ def test_a_text_may_be_as_long_as_the_model_takes(model, tokenizer, engine):
 
 def test_what_the_models_settings_ask_for_and_an_engine_does_not_do_is_said(tokenizer):
     model = llama()
-    model.generation_config.update(no_repeat_ngram_size=2, num_beams=3, top_k=7, pad_token_id=0)
+    neutral = {"num_beams": 1, "min_length": 0, "typical_p": 1.0, "suppress_tokens": [], "no_repeat_ngram_size": 0}
+    model.generation_config.update(**neutral, top_k=7, pad_token_id=0)
+    Engine(model, tokenizer, memory="200kB").close()
+    model.generation_config.update(no_repeat_ngram_size=2, num_beams=3)
     with pytest.warns(UserWarning, match="generation_config has no_repeat_ngram_size=2, num_beams=3, which only"):
         Engine(model, tokenizer, memory="200kB").close()
+
+
+def test_a_next_turn_is_found_behind_the_windows_of_a_text_that_has_ended(tokenizer):
+    model = gemma3(window=5)
+    with Engine(model, tokenizer, num_tokens=400, block_size=4, max_step_tokens=8, max_running=2) as engine:
+        first = engine.generate(ids_of(21), max_new_tokens=6)
+        engine.generate(ids_of(21, seed=2), max_new_tokens=6)
+        again = engine.generate([*ids_of(21), *first.token_ids, 5, 6], max_new_tokens=6)
+        assert again.usage.cached_tokens == 26
+        assert again.token_ids == cold(model, [*ids_of(21), *first.token_ids, 5, 6], 6)
+
+
+def test_whoever_asks_lets_its_own_threads_go(model, tokenizer, monkeypatch):
+    callers = []
+    monkeypatch.setattr("kvcache.engine.worker.release_threads", lambda: callers.append(threading.current_thread()))
+    with Engine(model, tokenizer, memory="200kB") as engine, ThreadPoolExecutor(1) as other:
+        other.submit(engine.generate, ids_of(3), max_new_tokens=2).result(TIMEOUT)
+    maker, asker = callers
+    assert maker is threading.current_thread() is not asker
 
 
 def test_rows_can_be_kept_in_another_storage(model, tokenizer):
@@ -363,6 +394,10 @@ def test_the_default_model_by_its_name(smollm2):
 def test_more_memory_than_is_free_is_refused(model, tokenizer):
     with pytest.raises(InvalidValueError, match=r"memory is 1,000,000,000,000,000 bytes, and [0-9,]+ are free"):
         Engine(model, tokenizer, memory="1000TB")
+    with pytest.raises(
+        InvalidValueError, match=r"num_tokens is 1,000,000,000,000, which takes [0-9,]+ bytes, and [0-9,]+ "
+    ):
+        Engine(model, tokenizer, num_tokens=10**12)
 
 
 def test_a_stream_is_one_text(engine):

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvcache.hf.detokenize import Detokenizer
 from tests.engine.texts import single_bytes
@@ -82,3 +83,15 @@ def test_what_is_no_text_does_not_wait_for_ever(make):
     pieces, rest = pieces_of(tokenizer, ids)
     assert len("".join(pieces)) > 40
     assert "".join(pieces) + rest == tokenizer.decode(ids)
+
+
+parts_of_bytes = st.sampled_from([b"\xff", b"\xf0\x9f", b"\xff" * 9, b"\xff" * 70, "🦙".encode(), "é".encode(), b"a"])
+
+
+@given(parts=st.lists(parts_of_bytes, max_size=8))
+def test_characters_among_what_is_no_text_are_not_lost(parts):
+    tokenizer = single_bytes()
+    letters = bytes_to_unicode()
+    ids = tokenizer.convert_tokens_to_ids([letters[byte] for byte in b"".join(parts)])
+    shown, rest = pieces_of(tokenizer, ids)
+    assert "".join(shown) + rest == tokenizer.decode(ids)

@@ -86,10 +86,11 @@ def plan(
 
             plan_plot.check_suffix(plot)
         from kvcache import hf  # noqa: F401  # says what to install where transformers is missing
-        from kvcache.cli.configuration import load_config, model_sizes
+        from kvcache.cli.configuration import model_sizes
         from kvcache.cli.plan_report import PlanReport
+        from kvcache.hf.models import load_config
 
-        sizes = model_sizes(load_config(model, status.update))
+        sizes = model_sizes(load_config(model, progress=status.update))
         available = given_memory or free_memory()
         assert available is not None  # psutil comes with transformers' extra
         nbytes = sizes.num_parameters * check_dtype("--dtype", dtype).itemsize

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcache.engine import Completion, Engine
-from kvcache.engine.model import longest_text
+from kvcache.engine.model import longest_text, warn_of_what_is_not_done
 from kvcache.engine.options import options_of
 from kvcache.engine.request import Branch, Request
 from kvcache.errors import NotSupportedError
@@ -23,6 +23,7 @@ from kvcache.hf.guard import parameters_of_forward
 from kvcache.hf.versions import CACHE_ARGUMENT
 from kvcache.storage import CacheSpec
 from kvcache.storage.codecs import Storage
+from kvcache.storage.specs import kept_rows
 
 OnText = Callable[[str], None]  # gets each piece of the text as it comes
 
@@ -102,7 +103,7 @@ class Text:
         """Continue it through an engine with room for it alone; `storage` as in `Engine`.
 
         Raises:
-            NotSupportedError: the model cannot run so, or not for so long a text. Nothing has run.
+            NotSupportedError: the model cannot run so, or not for so long a text. No text has come.
         """
         longest = longest_text(self._model)
         if longest is not None and longest < self._max_tokens:
@@ -150,8 +151,10 @@ class Text:
 
     @torch.inference_mode()
     def _completion(self, next_logits: Callable[[list[int]], torch.Tensor], on_text: OnText) -> Completion:
+        warn_of_what_is_not_done(self._model.generation_config)
         options = options_of(self._model.generation_config, self._options)
         request = Request(self._prompt_ids, options, self._tokenizer, on_text=lambda _, piece: on_text(piece))
+        request.started = request.made
         branch = Branch(request, 0, self._model.device)
         while branch.completion is None:
             branch.pick(next_logits(branch.tokens))
@@ -166,9 +169,8 @@ class Text:
 
     def _account_of(self, engine: Engine, completion: Completion) -> CacheAccount:
         tokens = len(self._prompt_ids) + len(completion.token_ids) - 1
-        spec, stored = CacheSpec.from_config(self._model.config), 0
-        for kind in spec.kinds:
-            window, sinks = spec.rule(kind)
-            rows = tokens if window is None else min(tokens, window + sinks)
-            stored += rows * spec.token_nbytes(engine.storage, kind)
+        spec = CacheSpec.from_config(self._model.config)
+        stored = sum(
+            kept_rows(tokens, *spec.rule(kind)) * spec.token_nbytes(engine.storage, kind) for kind in spec.kinds
+        )
         return CacheAccount(tokens, engine.nbytes, stored, spec.token_nbytes(engine.storage), engine.storage)

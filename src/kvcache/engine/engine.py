@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvcache.checks import check_int
 from kvcache.engine.completion import Completion
 from kvcache.engine.job import Job, Pieces
-from kvcache.engine.model import fitting_here, longest_text, spec_of, warn_of_what_is_not_done
+from kvcache.engine.model import fitting_in_engine, longest_text, spec_of, warn_of_what_is_not_done
 from kvcache.engine.options import options_of
 from kvcache.engine.request import Request
 from kvcache.engine.room import Room
@@ -22,7 +22,7 @@ from kvcache.engine.worker import Worker
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.hf import forward_step, load_model, use_attention
 from kvcache.hf.guard import check_decoder_only
-from kvcache.hf.prompt import Prompt, check_known_ids, context_of, prompt_ids
+from kvcache.hf.prompt import Prompt, check_known_ids, prompt_ids
 from kvcache.prefix import PrefixCache, PrefixStatistics
 from kvcache.prefix.keys import encoded
 from kvcache.storage import BlockPool
@@ -88,8 +88,8 @@ class Engine:
         self.model: Any = model
         self.tokenizer = tokenizer
         room = Room(spec, block_size, kept, max_step_tokens, max_running)
-        num_tokens = room.num_tokens(memory, num_tokens, context_of(model), model.device)
-        pool = BlockPool(spec, room.blocks(num_tokens), block_size, kept, model.device)
+        held = room.tokens_to_hold(memory, num_tokens, longest_text(model), model.device)
+        pool = BlockPool(spec, room.blocks(held), block_size, kept, model.device)
         self._prefixes = PrefixCache(pool, model)
         scheduler = Scheduler(self._prefixes, partial(forward_step, model), max_step_tokens, max_running)
         self._worker = Worker(scheduler, partial(use_attention, model))
@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values the memory holds; of sliding layers, those that windows see."""
+        """Tokens whose keys and values the memory holds; sliding layers may hold fewer, those that windows see."""
         pool = self._prefixes.pool
         return max(pool.num_blocks.values()) * pool.block_size
 
@@ -136,7 +136,10 @@ class Engine:
 
     @property
     def longest_text(self) -> int | None:
-        """Tokens that a text may have, by its model's context; None without a limit."""
+        """Tokens that can be stored of a text: the model's context, or where its rotary positions begin to change.
+
+        None without a limit.
+        """
         return longest_text(self.model)
 
     @property
@@ -254,7 +257,7 @@ class Engine:
         own = encoded("namespace", namespace)  # as it is now, whatever the caller does with it later
         ids = prompt_ids(self.tokenizer, prompt)
         check_known_ids(self.model, ids)
-        return Request(ids, checked.limited(fitting_here(self.model, len(ids))), self.tokenizer, own)
+        return Request(ids, checked.limited(fitting_in_engine(self.model, len(ids))), self.tokenizer, own)
 
     def _started(self, request: Request) -> Job:
         job = Job(request, self._cancel)

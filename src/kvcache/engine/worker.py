@@ -32,6 +32,7 @@ class Worker:
         self._is_closed = False
         # How many cores torch may use is set for each thread; this one goes by who made the engine.
         self._num_threads = torch.get_num_threads()
+        release_threads()
         self._thread = threading.Thread(target=self._run, name="kvcache-engine", daemon=True)
         atexit.register(self.close)  # a thread that is in torch when the interpreter goes takes the process down
         self._thread.start()
@@ -43,7 +44,7 @@ class Worker:
             EngineClosedError: the worker is closed.
         """
 
-        release_threads()  # the caller waits now, more often than not
+        release_threads()  # whoever asks waits then, more often than not
 
         def add() -> None:
             try:

@@ -3,9 +3,10 @@
 from typing import Any
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for the first bytes of a longer character
-# More of these in a row are no beginning: of a character 3 bytes can be there, and some decoders show the 4 of the one
-# before it with them.
+# No more of these at the end can become a character: 3 bytes of one can be there, and some decoders show the bytes of
+# the whole one before it so, too, as long as it is not.
 _MOST_UNFINISHED = 7
+_LONGEST_RUN = 64  # tokens without a border between characters, which are decoded again each time
 
 
 class Detokenizer:
@@ -32,14 +33,18 @@ class Detokenizer:
     def _push(self, token: int) -> str:
         self._ids.append(token)
         text = self._pending()
-        whole = text.rstrip(_UNFINISHED)
-        if 0 < len(text) - len(whole) <= _MOST_UNFINISHED:
-            self._shown += len(whole)
-            return whole
-        if text or self._shown:  # special tokens leave none, and the next token's text depends on what came before them
-            self._context = self._emitted
-        self._emitted, self._shown = len(self._ids), 0
-        return text
+        held = min(len(text) - len(text.rstrip(_UNFINISHED)), _MOST_UNFINISHED)
+        piece = text[: len(text) - held]
+        if held == 0:
+            if text or self._shown:  # special tokens leave none, and what follows depends on what came before them
+                self._context = self._emitted
+            self._emitted, self._shown = len(self._ids), 0
+            return piece
+        self._shown += len(piece)
+        if len(self._ids) - self._emitted > _LONGEST_RUN:  # it is no text, and not worth decoding from its beginning
+            self._context = self._emitted = len(self._ids) - _LONGEST_RUN // 2
+            self._shown = max(len(self._decode(self._ids[self._context :])) - held, 0)
+        return piece
 
     def finish(self) -> str:
         """Return what was held back, though it may end inside a character."""

@@ -60,10 +60,10 @@ def have_memory(*tensors: torch.Tensor) -> bool:
 
 
 def release_threads() -> None:
-    """End the threads that the calling one computes with in parallel; it gets others when it needs them.
+    """Let the threads that the calling one computes with go, until it needs some again: they end, or sleep.
 
-    Where two threads of a process compute in turn, both keep such threads, more than there are cores. An OpenMP runtime
-    then lets them sleep between operations, and waking them takes a tenth of a small model's decode step.
+    Where two threads of a process compute in turn, both keep such threads, more than there are cores. GNU's OpenMP then
+    lets all of them sleep between operations, and waking them takes a tenth of a small model's decode step.
     """
     if kernels is not None:
         kernels.release_threads()

@@ -139,7 +139,7 @@ void append(int instruction_set, uintptr_t k, int k_format, const nb::tuple& k_s
   set.append(append);
 }
 
-// Ends the threads that wait for this one's next parallel region, which then starts others.
+// Lets the threads go that wait for this one's next parallel region: GNU's runtime ends them, LLVM's lets them sleep.
 void release_threads() {
 #if defined(_OPENMP)
   nb::gil_scoped_release released;

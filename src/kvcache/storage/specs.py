@@ -163,3 +163,21 @@ class CacheSpec:
         """Check that there are layers of this kind."""
         if not isinstance(kind, str) or kind not in self.kinds:
             raise InvalidValueError(f"kind is {kind!r}; expected one of {list(self.kinds)}")
+
+
+def kept_rows(num_tokens: int, window: int | None = None, sinks: int = 0, *, block_size: int | None = None) -> int:
+    """Return how many rows of a sequence a layer keeps at most while it decodes up to `num_tokens` tokens.
+
+    `num_tokens` without a window, with one `min(num_tokens, sinks + window)`. In blocks both are whole blocks; those
+    of a window need not begin where it does, and a step takes its new block before it gives one back, so there is one
+    more: `ceil(sinks / block_size) + ceil(window / block_size) + 1` blocks.
+
+    >>> kept_rows(1000, window=512), kept_rows(1000, block_size=64), kept_rows(1000, window=512, block_size=64)
+    (512, 1024, 576)
+    """
+    if block_size is None:
+        return num_tokens if window is None else min(num_tokens, sinks + window)
+    blocks = -(-num_tokens // block_size)
+    if window is not None:
+        blocks = min(blocks, -(-sinks // block_size) + -(-window // block_size) + 1)
+    return blocks * block_size

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 from kvcache.storage.ledger import BlockLedger
+from kvcache.storage.specs import kept_rows
 
 
 class BlockTable:
@@ -52,11 +53,7 @@ class BlockTable:
 
     def most_held(self, length: int) -> int:
         """Return how many blocks a sequence that grows to `length` tokens, one at a time, holds at most."""
-        blocks = self.num_blocks_for(length)
-        if self.window is None:
-            return blocks
-        # One is left only once the next one is written.
-        return min(blocks, self.num_sink_blocks + -(-self.window // self.block_size) + 1)
+        return kept_rows(length, self.window, self.sinks, block_size=self.block_size) // self.block_size
 
     def open_block(self, length: int) -> int | None:
         """Return the block that takes the next token of a sequence of `length` tokens, None if that is a new one."""

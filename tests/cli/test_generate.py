@@ -215,6 +215,30 @@ def test_only_a_text_in_which_positions_change_leaves_the_engine(capsys, smollm2
         assert json.loads(out)["cache"]["tokens"] == num_tokens + new_tokens - 1
 
 
+@pytest.mark.parametrize("make", [llama, bloom])  # through the engine, and not
+def test_more_than_the_memory_holds_is_refused_before_anything_runs(capsys, smollm2, tmp_path, make):
+    limits = {} if make is bloom else {"max_position_embeddings": 10**13}
+    make(vocab_size=len(smollm2.tokenizer), **limits).save_pretrained(tmp_path)
+    smollm2.tokenizer.save_pretrained(tmp_path)
+    status, out, err = kvcache(capsys, "generate", "one", "--raw", "--model", tmp_path, "--max-new-tokens", 10**12)
+    assert (status, out) == (2, "")
+    assert "error: keys and values of 1,000,000,000,000 tokens, new ones included, take " in err
+    assert err.endswith("free; ask for fewer new tokens, or with --storage for fewer bits\n")
+
+
+@pytest.mark.filterwarnings("default:the model's generation_config has:UserWarning")
+def test_what_the_model_asks_for_and_is_not_done_is_said_once(capsys, smollm2, tmp_path):
+    model = llama(vocab_size=len(smollm2.tokenizer))
+    model.generation_config.update(no_repeat_ngram_size=2)
+    model.save_pretrained(tmp_path)
+    smollm2.tokenizer.save_pretrained(tmp_path)
+    options = ("--raw", "--model", tmp_path, "--max-new-tokens", 2, "--compare")
+    status, _, err = kvcache(capsys, "generate", "one", *options)
+    assert status == 0, err
+    expected = "the model's generation_config has no_repeat_ngram_size=2, which only model.generate does"
+    assert err.count("generation_config") == err.count(f"kvcache: warning: {expected}\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -394,6 +394,8 @@ def test_the_default_model_by_its_name(smollm2):
 def test_more_memory_than_is_free_is_refused(model, tokenizer):
     with pytest.raises(InvalidValueError, match=r"memory is 1,000,000,000,000,000 bytes, and [0-9,]+ are free"):
         Engine(model, tokenizer, memory="1000TB")
+    with pytest.raises(InvalidValueError, match=r"memory is 1,000,[0,]+ bytes, and [0-9,]+ are free"):
+        Engine(model, tokenizer, memory=10**30)
     with pytest.raises(
         InvalidValueError, match=r"num_tokens is 1,000,000,000,000, which takes [0-9,]+ bytes, and [0-9,]+ "
     ):

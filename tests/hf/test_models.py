@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,15 @@ def test_weights_come_in_the_dtype_asked_for(folder):
 
 
 def test_a_path_that_does_not_exist_is_named(tmp_path):
-    for name in (tmp_path / "none", "./none", "~/none-such", "none.gguf", str(tmp_path / "no\nne")):
-        check_error(name, "model path", repr(str(Path(name).expanduser())), "does not exist")
+    for name in (
+        tmp_path / "none",
+        "./none",
+        "~/none-such",
+        "~nobody-of-this-name/x",
+        "none.gguf",
+        tmp_path / "no\nne",
+    ):
+        check_error(name, "model path", repr(str(Path(os.path.expanduser(name)))), "does not exist")
 
 
 def test_a_folder_without_config_is_named(tmp_path):

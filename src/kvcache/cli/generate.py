@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from kvcache.checks import check_dtype, dtype_name
-from kvcache.cli import options
+from kvcache.cli import options, units
 from kvcache.cli.progress import progress_bar
 from kvcache.cli.prompt import encode, read_prompt
 from kvcache.errors import InvalidValueError, NotSupportedError
@@ -98,9 +98,12 @@ def generate(
             "seed": secrets.randbelow(2**31) if seed is None else seed,
         }
         continued = run.Text(*loaded, prompt_ids, generation)
+        if cache:
+            continued.check_memory(kept)
         continued.warm_up()
     if max_new_tokens > fitting:
-        messages.print(f"The model's context has room for {fitting:,} new tokens, so no more are generated.")
+        room = units.count(fitting, "new token")
+        messages.print(f"The model's context has room for {room}, so no more are generated.")
 
     def show(piece: str) -> None:
         if not as_json:

@@ -2,7 +2,10 @@
 
 import io
 import sys
-from typing import Annotated
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
@@ -45,7 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
-        status = app(arguments, prog_name="kvcache", standalone_mode=False)
+        with _plain_warnings():
+            status = app(arguments, prog_name="kvcache", standalone_mode=False)
     except TyperException as error:  # unknown options, values out of range
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         if "unexpected extra argument" in message:
@@ -58,6 +62,22 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:  # a full disk behind standard output, say
         status = _fail(str(error))
     sys.exit(status)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show each warning once, as a line of its own without the code that it comes from."""
+    shown: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        line = " ".join(str(message).split())
+        if line not in shown:
+            shown.add(line)
+            print(f"kvcache: warning: {line}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def _fail(message: str) -> int:

@@ -11,18 +11,20 @@ from typing import Any
 
 import torch
 
+from kvcache.cli import units
 from kvcache.engine import Completion, Engine
 from kvcache.engine.model import longest_text, warn_of_what_is_not_done
 from kvcache.engine.options import options_of
 from kvcache.engine.request import Branch, Request
-from kvcache.errors import NotSupportedError
+from kvcache.errors import InvalidValueError, NotSupportedError
 from kvcache.hf import cache_for, use_attention
 from kvcache.hf.attention import attention_is_exchangeable
 from kvcache.hf.cache import ModelCache
 from kvcache.hf.guard import parameters_of_forward
 from kvcache.hf.versions import CACHE_ARGUMENT
+from kvcache.memory import free_memory
 from kvcache.storage import CacheSpec
-from kvcache.storage.codecs import Storage
+from kvcache.storage.codecs import Storage, StorageLike
 from kvcache.storage.specs import kept_rows
 
 OnText = Callable[[str], None]  # gets each piece of the text as it comes
@@ -99,6 +101,22 @@ class Text:
         self._options = options | {"num_return_sequences": 1}
         self._max_tokens = len(prompt_ids) + options["max_new_tokens"] - 1  # the last one is sampled and never stored
 
+    def check_memory(self, storage: Storage | None) -> None:
+        """Check that what it stores can be had.
+
+        Raises:
+            InvalidValueError: it takes more than is free.
+        """
+        try:
+            nbytes = self._stored_nbytes(self._max_tokens, storage or self._model.dtype)
+        except InvalidValueError:  # layers of a kind that cannot be counted
+            return
+        if (free := free_memory(self._model.device)) is not None and nbytes > free:
+            raise InvalidValueError(
+                f"keys and values of {self._max_tokens:,} tokens, new ones included, take {units.size(nbytes)}, and "
+                f"{units.size(free)} are free; ask for fewer new tokens, or with --storage for fewer bits"
+            )
+
     def through_engine(self, storage: Storage | None, on_text: OnText) -> Run:
         """Continue it through an engine with room for it alone; `storage` as in `Engine`.
 
@@ -169,8 +187,9 @@ class Text:
 
     def _account_of(self, engine: Engine, completion: Completion) -> CacheAccount:
         tokens = len(self._prompt_ids) + len(completion.token_ids) - 1
+        stored, one = (self._stored_nbytes(count, engine.storage) for count in (tokens, 1))
+        return CacheAccount(tokens, engine.nbytes, stored, one, engine.storage)
+
+    def _stored_nbytes(self, num_tokens: int, storage: StorageLike) -> int:
         spec = CacheSpec.from_config(self._model.config)
-        stored = sum(
-            kept_rows(tokens, *spec.rule(kind)) * spec.token_nbytes(engine.storage, kind) for kind in spec.kinds
-        )
-        return CacheAccount(tokens, engine.nbytes, stored, spec.token_nbytes(engine.storage), engine.storage)
+        return sum(kept_rows(num_tokens, *spec.rule(kind)) * spec.token_nbytes(storage, kind) for kind in spec.kinds)

@@ -63,18 +63,16 @@ class Room:
             raise InvalidValueError(f"memory is {memory!r} and num_tokens is {num_tokens!r}; expected one of them")
         if num_tokens is not None:
             held = check_int("num_tokens", num_tokens, minimum=1)
-            what, nbytes = f"num_tokens is {held:,}, which takes", self.nbytes(held)
+            _check_free(f"num_tokens is {held:,}, which takes", self.nbytes(held), device)
+            return held
+        if memory is None:
+            nbytes = self._usual_nbytes(longest_text or USUAL_LENGTH, device)
+        elif isinstance(memory, str):
+            nbytes = parse_size("memory", memory)
         else:
-            if memory is None:
-                nbytes = self._usual_nbytes(longest_text or USUAL_LENGTH, device)
-            elif isinstance(memory, str):
-                nbytes = parse_size("memory", memory)
-            else:
-                nbytes = check_int("memory", memory, minimum=1)
-            what, held = "memory is", self._num_tokens_in(nbytes)
-        if (free := free_memory(device)) is not None and nbytes > free:
-            raise InvalidValueError(f"{what} {nbytes:,} bytes, and {free:,} are free; expected at most that")
-        return held
+            nbytes = check_int("memory", memory, minimum=1)
+        _check_free("memory is", nbytes, device)
+        return self._num_tokens_in(nbytes)
 
     def _usual_nbytes(self, longest_text: int, device: torch.device) -> int:
         most = self.nbytes(WHOLE_TEXTS * longest_text)
@@ -89,3 +87,8 @@ class Room:
         of_all_tokens = next(iter(self.spec.kinds))  # "full" where there are such layers
         most = nbytes // (size * self.spec.token_nbytes(self.storage, of_all_tokens))
         return size * bisect_right(range(1, most + 1), nbytes, key=lambda blocks: self.nbytes(blocks * size))
+
+
+def _check_free(what: str, nbytes: int, device: torch.device) -> None:
+    if (free := free_memory(device)) is not None and nbytes > free:
+        raise InvalidValueError(f"{what} {nbytes:,} bytes, and {free:,} are free; expected at most that")

@@ -64,7 +64,7 @@ def locate(name: str | os.PathLike[str], report: Callable[[str], None]) -> Sourc
         report("Loading smollm2")
         return Source(str(folder), "smollm2 cannot be loaded", remedy=f"; delete the folder {folder} and try again")
     if not isinstance(name, str) or _looks_like_path(text):
-        path = Path(text).expanduser()
+        path = Path(os.path.expanduser(text))  # which leaves it as it is where there is no such home
         source = _at_path(path)
         report(f"Loading {path.name}")
         return source

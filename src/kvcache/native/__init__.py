@@ -3,12 +3,15 @@
 They take pointers, sizes and strides, so that one build serves every release of torch.
 """
 
+import os
 import warnings
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 import torch
+
+_PROCESS = os.getpid()
 
 kernels: ModuleType | None = None
 missing_because = ""
@@ -65,7 +68,7 @@ def release_threads() -> None:
     Where two threads of a process compute in turn, both keep such threads, more than there are cores. GNU's OpenMP then
     lets all of them sleep between operations, and waking them takes a tenth of a small model's decode step.
     """
-    if kernels is not None:
+    if kernels is not None and os.getpid() == _PROCESS:  # a fork has the books of its parent's threads and not those
         kernels.release_threads()
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvcache import BlockPool, CacheSpec, LayerSpec
 from kvcache.errors import InvalidTypeError, InvalidValueError
-from kvcache.plan import Machine, ModelSizes, Plan, decoding_work, kept_rows
+from kvcache.plan import Machine, ModelSizes, Plan, decoding_work
+from kvcache.storage.specs import kept_rows
 
 GIB = 2**30
 SMOLLM2 = ModelSizes(CacheSpec([LayerSpec(3, 64)] * 30), (9,) * 30, 134_515_008, 134_515_008, max_positions=8192)

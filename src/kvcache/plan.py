@@ -20,7 +20,7 @@ from kvcache.checks import check_dtype, check_float, check_int
 from kvcache.costs import count_qkv_projections
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.storage.codecs import Storage, StorageLike, check_storage
-from kvcache.storage.specs import CacheSpec, kept_rows
+from kvcache.storage.specs import CacheSpec
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Plan:
         model = self.model
         share = min(model.num_experts, self.batch * model.experts_per_token)
         weights = model.num_step_parameters + model.num_expert_parameters * share // model.num_experts
-        return weights * self.itemsize + self.batch * self._visible_nbytes()
+        return weights * self.itemsize + self.batch * model.cache.kept_nbytes(self.context, self.codecs)
 
     @property
     def step_flops(self) -> int:
@@ -233,19 +233,8 @@ class Plan:
         """New tokens of all sequences a second, at best."""
         return self.batch / self.step_seconds
 
-    def _visible_nbytes(self) -> int:
-        layers = self.model.cache.layers
-        return sum(
-            layer.token_nbytes(self.codecs) * kept_rows(self.context, layer.window, layer.sinks) for layer in layers
-        )
-
     def _sequence_nbytes(self, context: int, kind: str | None = None) -> int:
-        cache = self.model.cache
-        kinds = cache.kinds if kind is None else (kind,)
-        return sum(
-            kept_rows(context, *cache.rule(each), block_size=self.block_size) * cache.token_nbytes(self.codecs, each)
-            for each in kinds
-        )
+        return self.model.cache.kept_nbytes(context, self.codecs, kind, block_size=self.block_size)
 
 
 @dataclass(frozen=True)

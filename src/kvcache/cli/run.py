@@ -24,8 +24,7 @@ from kvcache.hf.guard import parameters_of_forward
 from kvcache.hf.versions import CACHE_ARGUMENT
 from kvcache.memory import free_memory
 from kvcache.storage import CacheSpec
-from kvcache.storage.codecs import Storage, StorageLike
-from kvcache.storage.specs import kept_rows
+from kvcache.storage.codecs import Storage
 
 OnText = Callable[[str], None]  # gets each piece of the text as it comes
 
@@ -108,9 +107,10 @@ class Text:
             InvalidValueError: it takes more than is free.
         """
         try:
-            nbytes = self._stored_nbytes(self._max_tokens, storage or self._model.dtype)
+            spec = CacheSpec.from_config(self._model.config)
         except InvalidValueError:  # layers of a kind that cannot be counted
             return
+        nbytes = spec.kept_nbytes(self._max_tokens, storage or self._model.dtype)
         if (free := free_memory(self._model.device)) is not None and nbytes > free:
             raise InvalidValueError(
                 f"keys and values of {self._max_tokens:,} tokens, new ones included, take {units.size(nbytes)}, and "
@@ -187,9 +187,6 @@ class Text:
 
     def _account_of(self, engine: Engine, completion: Completion) -> CacheAccount:
         tokens = len(self._prompt_ids) + len(completion.token_ids) - 1
-        stored, one = (self._stored_nbytes(count, engine.storage) for count in (tokens, 1))
-        return CacheAccount(tokens, engine.nbytes, stored, one, engine.storage)
-
-    def _stored_nbytes(self, num_tokens: int, storage: StorageLike) -> int:
         spec = CacheSpec.from_config(self._model.config)
-        return sum(kept_rows(num_tokens, *spec.rule(kind)) * spec.token_nbytes(storage, kind) for kind in spec.kinds)
+        stored = spec.kept_nbytes(tokens, engine.storage)
+        return CacheAccount(tokens, engine.nbytes, stored, spec.token_nbytes(engine.storage), engine.storage)

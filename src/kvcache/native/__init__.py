@@ -66,7 +66,7 @@ def release_threads() -> None:
     """Let the threads that the calling one computes with go, until it needs some again: they end, or sleep.
 
     Where two threads of a process compute in turn, both keep such threads, more than there are cores. GNU's OpenMP then
-    lets all of them sleep between operations, and waking them takes a tenth of a small model's decode step.
+    lets all of them sleep between operations, and waking them is felt in a small model's decode step.
     """
     if kernels is not None and os.getpid() == _PROCESS:  # a fork has the books of its parent's threads and not those
         kernels.release_threads()

@@ -147,6 +147,19 @@ class CacheSpec:
         rows = {kind: count * check_int("block_size", block_size, 1) for kind, count in self.blocks(num_blocks).items()}
         return sum(count * self.token_nbytes(storage, kind) for kind, count in rows.items())
 
+    def kept_nbytes(
+        self, num_tokens: int, storage: StorageLike, kind: str | None = None, *, block_size: int | None = None
+    ) -> int:
+        """Return the bytes that a sequence keeps at most as it grows to `num_tokens` tokens, by `kept_rows` of each layer.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: `storage` or `kind` is none that there is.
+        """
+        return sum(
+            kept_rows(num_tokens, *self.rule(each), block_size=block_size) * self.token_nbytes(storage, each)
+            for each in (self.kinds if kind is None else (kind,))
+        )
+
     def blocks(self, num_blocks: Any) -> dict[str, int]:
         """Return `num_blocks`, one number or one for each kind, as the blocks of each kind.
 

@@ -150,7 +150,7 @@ class CacheSpec:
     def kept_nbytes(
         self, num_tokens: int, storage: StorageLike, kind: str | None = None, *, block_size: int | None = None
     ) -> int:
-        """Return the bytes that a sequence keeps at most as it grows to `num_tokens` tokens, by `kept_rows` of each layer.
+        """Return the bytes that a sequence keeps at most as it grows to `num_tokens`: `kept_rows` of each layer.
 
         Raises:
             InvalidValueError, InvalidTypeError: `storage` or `kind` is none that there is.

@@ -74,6 +74,12 @@ def forward_step(model: PreTrainedModel, step: Step) -> torch.Tensor:
     return logits if keeps_last else logits[step.last]
 
 
+def check_step_of(model: PreTrainedModel, step: Step) -> None:
+    """Check that a step is open and of a pool whose layers, device and owner are the model's."""
+    _check_step(step)
+    _check_fits(model, step)
+
+
 def _check_step(step: Any) -> None:
     if not isinstance(step, Step):
         raise InvalidTypeError(f"step is a {type(step).__name__}; expected a Step, which pool.step(...) returns")

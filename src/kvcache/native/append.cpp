@@ -161,25 +161,28 @@ void put_run(const Append& a, const Rows& source, const Store& target, PutRow pu
 
 }  // namespace
 
-void append(const Append& a) {
+void append_in_team(const Append& a) {
   const PutRow put_k = put_row(a.k.format, a.k_target.format), put_v = put_row(a.v.format, a.v_target.format);
   const int64_t runs = (a.tokens + TOGETHER - 1) / TOGETHER, pieces = a.batch * a.heads * runs;
-  const auto put_piece = [&](int64_t piece) {
+#if defined(_OPENMP)
+#pragma omp for schedule(static)
+#endif
+  for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t first = piece % runs * TOGETHER, last = min(first + TOGETHER, a.tokens);
     const int64_t head = piece / runs % a.heads, sequence = piece / runs / a.heads;
     put_run(a, a.k, a.k_target, put_k, sequence, head, first, last);
     put_run(a, a.v, a.v_target, put_v, sequence, head, first, last);
-  };
-#if defined(_OPENMP)
-  const int64_t numbers = a.batch * a.heads * a.tokens * (a.k_target.head_dim + a.v_target.head_dim);
-  const int threads = int(min(a.threads, numbers / PER_THREAD));
-  if (threads > 1) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t piece = 0; piece < pieces; ++piece) put_piece(piece);
-    return;
   }
+}
+
+void append(const Append& a) {
+  const int64_t numbers = a.batch * a.heads * a.tokens * (a.k_target.head_dim + a.v_target.head_dim);
+  const int threads = int(max(1, min(a.threads, numbers / PER_THREAD)));
+  (void)threads;
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
-  for (int64_t piece = 0; piece < pieces; ++piece) put_piece(piece);
+  append_in_team(a);
 }
 
 }  // namespace KVCACHE_ISA

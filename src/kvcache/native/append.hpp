@@ -22,14 +22,15 @@ struct Append {
   int threads;
 };
 
-namespace portable {
-void append(const Append&);
-}
-namespace avx2 {
-void append(const Append&);
-}
-namespace avx512 {
-void append(const Append&);
-}
+// In threads of its own, and as the part of one of a team's threads, which all of them call.
+#define KVCACHE_APPEND(isa)            \
+  namespace isa {                      \
+  void append(const Append&);          \
+  void append_in_team(const Append&);  \
+  }
+KVCACHE_APPEND(portable)
+KVCACHE_APPEND(avx2)
+KVCACHE_APPEND(avx512)
+#undef KVCACHE_APPEND
 
 }  // namespace kvcache

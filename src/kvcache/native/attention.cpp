@@ -236,25 +236,27 @@ class Kernel {
 
 }  // namespace
 
-void attend(const Attention& a, const Plan& plan) {
+void attend_in_team(const Attention& a, const Plan& plan) {
   const Kernel kernel(a, plan);
   const int64_t items = kernel.items(), results = int64_t(plan.num_works) * a.kv_heads;
 #if defined(_OPENMP)
-#pragma omp parallel num_threads(plan.threads) if (plan.threads > 1)
-#endif
-  {
-#if defined(_OPENMP)
-    float* scratch = plan.scratch + omp_get_thread_num() * plan.scratch_size;
+  float* scratch = plan.scratch + omp_get_thread_num() * plan.scratch_size;
 #pragma omp for schedule(dynamic)
 #else
-    float* scratch = plan.scratch;
+  float* scratch = plan.scratch;
 #endif
-    for (int64_t item = 0; item < items; ++item) kernel.run_item(item, scratch);
+  for (int64_t item = 0; item < items; ++item) kernel.run_item(item, scratch);
 #if defined(_OPENMP)
 #pragma omp for schedule(static)
 #endif
-    for (int64_t i = 0; i < results; ++i) kernel.finish(plan.works[i / a.kv_heads], int(i % a.kv_heads));
-  }
+  for (int64_t i = 0; i < results; ++i) kernel.finish(plan.works[i / a.kv_heads], int(i % a.kv_heads));
+}
+
+void attend(const Attention& a, const Plan& plan) {
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(plan.threads) if (plan.threads > 1)
+#endif
+  attend_in_team(a, plan);
 }
 
 }  // namespace KVCACHE_ISA

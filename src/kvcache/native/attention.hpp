@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "format.hpp"
 #include "numbers.hpp"
@@ -13,13 +15,15 @@ struct Attention {
   Format q_format;  // a float format, the output's too
   Strides q_strides;
   Store k, v;
-  int batch, heads, kv_heads, queries;
-  int group;  // query heads of a key/value head
+  int batch, heads, kv_heads;
+  int queries;  // of a sequence; with `firsts`, of the one that has most
+  int group;    // query heads of a key/value head
   int64_t block_size, num_blocks, num_slots;
   const int64_t* table;    // (B, M) block ids, or null: sequence b is block b
   int64_t table_stride;    // in entries
   const int64_t* lengths;  // (B,) or null: num_slots
   const int64_t* starts;   // (B,) or null: 0
+  const int64_t* firsts;   // (B + 1,) or null: each sequence's first token among those of all, in one row of them
   int64_t window;          // 0: all
   int64_t sinks;
   float scale, softcap;      // softcap 0: none
@@ -31,7 +35,8 @@ struct Attention {
   int threads;
 };
 
-// Some queries of one sequence: those of the tokens [first_token, first_token + tokens) and of all heads.
+// Some queries of one sequence: those of the tokens [first_token, first_token + tokens) and of all heads. With `firsts`
+// tokens are counted over all sequences, and strides.batch is 0.
 struct Work {
   int sequence, first_token, tokens;
   int64_t slot;   // where the first of these tokens sits; the next ones follow
@@ -61,9 +66,21 @@ struct Plan {
   float* scratch;        // threads x scratch_size
 };
 
-// What it points to stays until the next plan of the same thread. Throws std::out_of_range where lengths, starts or the
-// table name slots or blocks that do not exist.
-Plan make_plan(const Attention&);
+// What a plan points to. It is kept from one plan to the next, so that a step allocates nothing.
+class PlanMemory {
+ public:
+  std::vector<Work> works;
+  std::vector<Split> splits;
+  float* floats(int64_t count);  // the last ones are gone then
+
+ private:
+  std::unique_ptr<float[]> memory;
+  int64_t size = 0;
+};
+
+// The plan stays until the next one in the same memory, and has scratch memory for `team` threads at least. Throws
+// std::out_of_range where lengths, starts or the table name slots or blocks that do not exist.
+Plan make_plan(const Attention&, PlanMemory&, int team = 1);
 
 constexpr int QUERY_TOKENS = 8;   // tokens whose queries share one reading of the keys and values
 constexpr int PANEL = 4;          // query rows that are worked on at a time
@@ -88,15 +105,16 @@ constexpr int padded(int head_dim) { return (head_dim + PADDING - 1) / PADDING *
 constexpr int64_t panel_size(int v_head_dim) { return PANEL * padded(v_head_dim) + 2 * LANES; }
 }  // namespace
 
-// The kernel, compiled for each instruction set.
-namespace portable {
-void attend(const Attention&, const Plan&);
-}
-namespace avx2 {
-void attend(const Attention&, const Plan&);
-}
-namespace avx512 {
-void attend(const Attention&, const Plan&);
-}
+// The kernel, compiled for each instruction set: in threads of its own, and as the part of one of a team's threads, which
+// all of them call.
+#define KVCACHE_ATTENTION(isa)                        \
+  namespace isa {                                     \
+  void attend(const Attention&, const Plan&);         \
+  void attend_in_team(const Attention&, const Plan&); \
+  }
+KVCACHE_ATTENTION(portable)
+KVCACHE_ATTENTION(avx2)
+KVCACHE_ATTENTION(avx512)
+#undef KVCACHE_ATTENTION
 
 }  // namespace kvcache

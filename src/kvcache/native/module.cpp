@@ -12,6 +12,7 @@
 
 #include "append.hpp"
 #include "attention.hpp"
+#include "decoder.hpp"
 
 namespace nb = nanobind;
 using namespace kvcache;
@@ -23,19 +24,20 @@ struct InstructionSet {
   int width;  // floats in a vector
   void (*attend)(const Attention&, const Plan&);
   void (*append)(const Append&);
+  void (*run)(const Decoder&, DecoderStep&);
 };
 
 // What this processor can run, the fastest last.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> sets = [] {
-    std::vector<InstructionSet> found = {{"portable", 4, portable::attend, portable::append}};
+    std::vector<InstructionSet> found = {{"portable", 4, portable::attend, portable::append, portable::run}};
 #if defined(KVCACHE_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-      found.push_back({"avx2", 8, avx2::attend, avx2::append});
+      found.push_back({"avx2", 8, avx2::attend, avx2::append, avx2::run});
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        found.push_back({"avx512", 16, avx512::attend, avx512::append});
+        found.push_back({"avx512", 16, avx512::attend, avx512::append, avx512::run});
     }
 #endif
     return found;
@@ -97,6 +99,7 @@ void attend(int instruction_set, uintptr_t q, int q_format, const nb::tuple& q_s
                                table_stride,
                                reinterpret_cast<const int64_t*>(lengths),
                                reinterpret_cast<const int64_t*>(starts),
+                               nullptr,
                                window,
                                sinks,
                                scale,
@@ -108,8 +111,9 @@ void attend(int instruction_set, uintptr_t q, int q_format, const nb::tuple& q_s
                                {heads * queries, queries, 1},
                                threads};
   const InstructionSet& set = instruction_set < 0 ? best_for(k_dim, v_dim) : instruction_sets().at(instruction_set);
+  thread_local PlanMemory memory;
   nb::gil_scoped_release released;
-  set.attend(attention, make_plan(attention));
+  set.attend(attention, make_plan(attention, memory));
 }
 
 Rows make_rows(uintptr_t data, int format, const nb::tuple& strides) {
@@ -137,6 +141,97 @@ void append(int instruction_set, uintptr_t k, int k_format, const nb::tuple& k_s
   const InstructionSet& set = instruction_set < 0 ? sets.back() : sets.at(instruction_set);
   nb::gil_scoped_release released;
   set.append(append);
+}
+
+// Parts of a decoder come as tuples, in the order of the fields.
+template <class T>
+T field(const nb::handle& fields, size_t i) {
+  return nb::cast<T>(fields[i]);
+}
+
+template <class T>
+T* pointer(const nb::handle& fields, size_t i) {
+  return reinterpret_cast<T*>(field<uintptr_t>(fields, i));
+}
+
+Numbers1D numbers_of(const nb::handle& f, size_t i) {
+  return {pointer<const char>(f, i), Format(field<int>(f, i + 1))};
+}
+
+Matrix matrix_of(const nb::handle& f) {
+  return {pointer<const char>(f, 0),     Format(field<int>(f, 1)),  field<int64_t>(f, 2), field<int64_t>(f, 3),
+          field<int64_t>(f, 4), pointer<const uint16_t>(f, 5), numbers_of(f, 6)};
+}
+
+Norm norm_of(const nb::handle& f) {
+  if (f.is_none()) return {};
+  return {numbers_of(f, 0), field<float>(f, 2), field<float>(f, 3)};
+}
+
+DecoderLayer layer_of(const nb::handle& layer) {
+  const auto norm = [&](const char* name) { return norm_of(layer[name]); };
+  const auto matrix = [&](const char* name) { return matrix_of(layer[name]); };
+  const auto number = [&](const char* name) { return nb::cast<int>(layer[name]); };
+  DecoderLayer l;
+  l.input = norm("input_norm"), l.query = norm("query_norm"), l.key = norm("key_norm");
+  l.attended = norm("attended_norm"), l.mlp = norm("mlp_norm"), l.computed = norm("computed_norm");
+  l.q = matrix("query"), l.k = matrix("key"), l.v = matrix("value"), l.out = matrix("out");
+  l.gate = matrix("gate"), l.up = matrix("up"), l.down = matrix("down");
+  l.heads = number("num_heads"), l.kv_heads = number("num_kv_heads");
+  l.k_dim = number("head_dim"), l.v_dim = number("v_head_dim");
+  l.scale = nb::cast<float>(layer["scale"]), l.softcap = nb::cast<float>(layer["softcap"]);
+  l.activation = Activation(number("activation"));
+  l.kind = number("kind"), l.rotary = number("rotary");
+  return l;
+}
+
+Decoder make_decoder(int64_t hidden, const nb::list& layers, const nb::handle& norm, const nb::handle& head,
+                     float head_softcap) {
+  Decoder decoder;
+  decoder.hidden = hidden;
+  for (const nb::handle layer : layers) decoder.layers.push_back(layer_of(layer));
+  decoder.norm = norm_of(norm);
+  decoder.head = matrix_of(head);
+  decoder.head_softcap = head_softcap;
+  return decoder;
+}
+
+Store store_of(const nb::handle& f) {
+  return make_store(field<uintptr_t>(f, 0), field<int>(f, 1), field<int64_t>(f, 2), field<int64_t>(f, 3),
+                    nb::borrow<nb::tuple>(f[4]));
+}
+
+// What a pool's layers are stored in, made once for many steps.
+std::vector<LayerBlocks> make_blocks(const nb::list& layers) {
+  std::vector<LayerBlocks> blocks;
+  for (const nb::handle f : layers)
+    blocks.push_back({store_of(f[0]), store_of(f[1]), field<int64_t>(f, 2), field<int64_t>(f, 3)});
+  return blocks;
+}
+struct Blocks {
+  std::vector<LayerBlocks> layers;
+};
+
+// Nothing is checked but what `make_plan` does.
+void run_decoder(const Decoder& decoder, int instruction_set, uintptr_t x, int64_t num_tokens, uintptr_t positions,
+                 uintptr_t firsts, int64_t batch, int64_t most_queries, const nb::list& kinds, const Blocks& blocks,
+                 const nb::list& rotary, uintptr_t places, int64_t num_places, uintptr_t logits, int threads) {
+  DecoderStep step;
+  step.num_tokens = num_tokens, step.batch = batch, step.most_queries = most_queries, step.threads = threads;
+  step.x = reinterpret_cast<float*>(x), step.logits = reinterpret_cast<float*>(logits);
+  step.positions = reinterpret_cast<const int64_t*>(positions);
+  step.firsts = reinterpret_cast<const int64_t*>(firsts);
+  step.places = reinterpret_cast<const int64_t*>(places), step.num_places = num_places;
+  step.blocks = blocks.layers;
+  for (const nb::handle f : kinds)
+    step.kinds.push_back({pointer<const int64_t>(f, 0), pointer<const int64_t>(f, 1), pointer<const int64_t>(f, 2),
+                          field<int64_t>(f, 3), field<int64_t>(f, 4), pointer<const int64_t>(f, 5),
+                          field<int64_t>(f, 6), field<int64_t>(f, 7)});
+  for (const nb::handle f : rotary) step.rotary.push_back({pointer<const float>(f, 0), pointer<const float>(f, 1)});
+  const auto& sets = instruction_sets();
+  const InstructionSet& set = instruction_set < 0 ? sets.back() : sets.at(instruction_set);
+  nb::gil_scoped_release released;
+  set.run(decoder, step);
 }
 
 // Lets the threads go that wait for this one's next parallel region: GNU's runtime ends them, LLVM's lets them sleep.
@@ -168,4 +263,12 @@ NB_MODULE(_kernels, m) {
   m.def("attend", attend);
   m.def("append", append);
   m.def("release_threads", release_threads);
+  nb::class_<Decoder>(m, "Decoder").def("run", run_decoder);
+  m.def("make_decoder", make_decoder, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
+  nb::class_<Blocks>(m, "Blocks");
+  m.def("make_blocks", [](const nb::list& layers) { return Blocks{make_blocks(layers)}; });
+  nb::dict activations;
+  activations["silu"] = int(Activation::Silu);
+  activations["gelu_tanh"] = int(Activation::GeluTanh);
+  m.attr("ACTIVATIONS") = activations;
 }

@@ -90,6 +90,14 @@ inline void read_numbers(const char* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = Number<F>::read(bits_at<F>(from, i));
 }
 
+inline float number_at(Format format, const char* from, int64_t i) {
+  switch (format) {
+    case Format::Float32: return Number<Format::Float32>::read(bits_at<Format::Float32>(from, i));
+    case Format::BFloat16: return Number<Format::BFloat16>::read(bits_at<Format::BFloat16>(from, i));
+    default: return Number<Format::Float16>::read(bits_at<Format::Float16>(from, i));
+  }
+}
+
 template <Format F>
 inline void write_numbers(const float* from, int64_t count, char* to) {
   int64_t i = 0;

@@ -3,7 +3,6 @@
 #include "attention.hpp"
 
 #include <algorithm>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -30,51 +29,50 @@ void check_blocks(const Attention& a, int sequence, int64_t begin, int64_t end) 
                               std::to_string(a.num_blocks) + ")");
 }
 
-// The calling thread keeps its memory, so that a step allocates nothing.
-thread_local std::vector<Work> works;
-thread_local std::vector<Split> splits;
-thread_local std::unique_ptr<float[]> memory;
-thread_local int64_t memory_size = 0;
 constexpr int64_t KEPT = 16 << 20;  // floats: more, which long softcapped prompts take, is given back at the next call
 
-void add_splits(const Attention& a, int64_t begin, int64_t end) {
+void add_splits(const Attention& a, int64_t queries, int64_t begin, int64_t end, PlanMemory& memory) {
   if (begin >= end) return;
-  check_blocks(a, works.back().sequence, begin, end);
+  const int work = int(memory.works.size()) - 1;
+  check_blocks(a, memory.works[work].sequence, begin, end);
   // Many queries are enough works for all threads, and each split costs memory for its results.
-  const int64_t size = a.queries > QUERY_TOKENS ? end : SPLIT;
+  const int64_t size = queries > QUERY_TOKENS ? end : SPLIT;
   for (int64_t slot = begin; slot < end; slot = (slot / size + 1) * size)
-    splits.push_back({int(works.size()) - 1, slot, std::min(end, (slot / size + 1) * size)});
-}
-
-float* aligned_floats(int64_t count) {
-  count += LANES;
-  if (memory_size < count || (memory_size > KEPT && count <= KEPT)) {
-    memory.reset();  // before, so that both are never there at a time
-    memory_size = 0;
-    memory.reset(new float[count]);
-    memory_size = count;
-  }
-  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
+    memory.splits.push_back({work, slot, std::min(end, (slot / size + 1) * size)});
 }
 
 }  // namespace
 
-Plan make_plan(const Attention& a) {
+float* PlanMemory::floats(int64_t count) {
+  count += LANES;
+  if (size < count || (size > KEPT && count <= KEPT)) {
+    memory.reset();  // before, so that both are never there at a time
+    size = 0;
+    memory.reset(new float[count]);
+    size = count;
+  }
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
+}
+
+Plan make_plan(const Attention& a, PlanMemory& memory, int team) {
+  std::vector<Work>& works = memory.works;
+  std::vector<Split>& splits = memory.splits;
   works.clear();
   splits.clear();
   for (int b = 0; b < a.batch; ++b) {
+    const int first = a.firsts ? int(a.firsts[b]) : 0, queries = a.firsts ? int(a.firsts[b + 1]) - first : a.queries;
     const int64_t length = a.lengths ? a.lengths[b] : a.num_slots;
     int64_t start = a.starts ? a.starts[b] : 0;
     check("lengths", length, 0, a.num_slots);
     if (start < 0) throw std::out_of_range("starts holds " + std::to_string(start) + "; expected every entry >= 0");
     start = std::min(start, a.num_slots);
-    for (int t = 0; t < a.queries; t += QUERY_TOKENS) {
-      const int tokens = std::min(QUERY_TOKENS, a.queries - t);
-      const int64_t slot = length - a.queries + t, end = slot + tokens;
+    for (int t = 0; t < queries; t += QUERY_TOKENS) {
+      const int tokens = std::min(QUERY_TOKENS, queries - t);
+      const int64_t slot = length - queries + t, end = slot + tokens;
       const Visible seen = visible(a, start, slot);  // by the first of them; the others see the next slots too
-      works.push_back({b, t, tokens, slot, start, int(splits.size()), 0});
-      add_splits(a, start, std::min(seen.sinks_end, end));
-      add_splits(a, seen.window_start, end);
+      works.push_back({b, first + t, tokens, slot, start, int(splits.size()), 0});
+      add_splits(a, queries, start, std::min(seen.sinks_end, end), memory);
+      add_splits(a, queries, seen.window_start, end, memory);
       works.back().splits = int(splits.size()) - works.back().first_split;
     }
   }
@@ -96,7 +94,7 @@ Plan make_plan(const Attention& a) {
   int64_t slots = 0;
   for (const Split& split : splits) slots += split.end - split.begin;
   const int64_t bytes = slots * a.kv_heads * (a.k.row_size + a.v.row_size);
-  plan.threads = int(std::max<int64_t>(1, std::min<int64_t>(a.threads, bytes / WORTH_A_THREAD)));
+  plan.threads = int(std::max<int64_t>(team, std::min<int64_t>(a.threads, bytes / WORTH_A_THREAD)));
   while (plan.heads_together > 1 && int64_t(plan.num_splits) * (a.kv_heads / plan.heads_together) < 2 * plan.threads)
     plan.heads_together = (plan.heads_together + 1) / 2;
 
@@ -107,7 +105,7 @@ Plan make_plan(const Attention& a) {
                       + MAX_TILE * (k_dim + v_dim)                  // decoded rows
                       + MAX_TILE * PANEL + LANES;                   // scores
   const int64_t states = int64_t(plan.num_splits) * a.kv_heads * plan.state_size;
-  plan.states = aligned_floats(states + plan.threads * plan.scratch_size);
+  plan.states = memory.floats(states + plan.threads * plan.scratch_size);
   plan.scratch = plan.states + states;
   return plan;
 }

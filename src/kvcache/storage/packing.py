@@ -69,6 +69,12 @@ class PackedTokens:
         return torch.tensor(list(accumulate(self.counts)), device=self.device) - 1
 
     @cached_property
+    @torch.inference_mode(False)
+    def firsts(self) -> torch.Tensor:
+        """The place of each sequence's first token among the N, and N, int64 (B + 1,)."""
+        return torch.tensor([0, *accumulate(self.counts)], device=self.device)
+
+    @cached_property
     def groups(self) -> list[Group]:
         """The sequences by their number of new tokens."""
         members: dict[int, list[int]] = {}
@@ -90,6 +96,12 @@ class PackedTokens:
         if found is None:
             found = self._sources[kind] = [self._find_sources(kind, group.members) for group in self.groups]
         return found
+
+    def table(self, kind: str) -> TableRows:
+        """Return what attention reads in the layers of one kind, for all sequences in order."""
+        if len(self.groups) == 1:
+            return self.sources(kind)[0]
+        return self._find_sources(kind, list(range(len(self.counts))))
 
     def unpacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return what (1, H, N, D) holds for each group, as (B, H, T, D): views where its tokens stand together."""

@@ -7,7 +7,7 @@ they were and tables know the way back: a step that is left by an exception neve
 from functools import cached_property
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
 
 import torch
 
@@ -15,7 +15,7 @@ from kvcache.attention.arguments import ScoreOptions, attention_arguments, check
 from kvcache.attention.dispatch import checked_attention
 from kvcache.checks import check_bool, check_int, check_tensor
 from kvcache.errors import InvalidTypeError, InvalidValueError
-from kvcache.storage.packing import PackedTokens
+from kvcache.storage.packing import BlockRows, PackedTokens, TableRows
 from kvcache.storage.reservation import Reservation, planned
 from kvcache.storage.sequence import Sequence
 from kvcache.storage.specs import LayerSpec
@@ -23,6 +23,22 @@ from kvcache.storage.tokens import TokenIds, check_tokens
 
 if TYPE_CHECKING:
     from kvcache.storage.pool import BlockPool
+
+
+class KindRows(NamedTuple):
+    """Where the new tokens' rows go in the layers of one kind, and what their queries may see."""
+
+    targets: BlockRows
+    sources: TableRows  # of all sequences, in order
+    rule: tuple[int | None, int]  # the window and the sinks
+
+
+class StepRows(NamedTuple):
+    """What somebody needs who appends and attends in all layers himself."""
+
+    kinds: dict[str, KindRows]
+    positions: torch.Tensor  # (N,)
+    firsts: torch.Tensor  # (B + 1,), each sequence's first token among the N, and N
 
 
 class Step:
@@ -174,6 +190,25 @@ class Step:
         return (
             (outputs, self._packing.packed([lse for _, lse in results if lse is not None])) if return_lse else outputs
         )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, the new ones included."""
+        return max(map(int.__add__, self._packing.lengths, self.num_tokens))
+
+    def take_over(self) -> StepRows:
+        """Return what a kernel for all layers needs; all layers count as appended from now on.
+
+        Raises:
+            InvalidValueError: a layer is appended already, or the step is over.
+        """
+        self.check_open()
+        if self._appended:
+            raise InvalidValueError(f"layers {sorted(self._appended)} are appended already; expected none")
+        packing, spec = self._packing, self.pool.spec
+        kinds = {kind: KindRows(packing.targets(kind), packing.table(kind), spec.rule(kind)) for kind in spec.kinds}
+        self._appended.update(range(len(self.pool.stores)))
+        return StepRows(kinds, packing.positions[0], packing.firsts)
 
     def commit(self, keep: list[int] | None = None) -> None:
         """Let the new tokens belong to their sequences; windows give back the blocks that they have left.

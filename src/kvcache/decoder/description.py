@@ -1,0 +1,131 @@
+"""What a decoder like Llama is made of, as plain data.
+
+For each layer, x (N, hidden) being the new tokens' activations:
+
+    q, k, v = query(h), key(h), value(h)   with h = input_norm(x); q, k normalised head by head where there are norms
+    q, k    = rotated by their positions
+    x      += attended_norm(out(attention(q, k, v)))
+    x      += computed_norm(down(activation(gate(h)) * up(h)))   with h = mlp_norm(x)
+
+Norms that are None are not there. The logits are head(norm(x)).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvcache.storage.specs import LayerSpec
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Root mean square normalisation: `x / sqrt(mean(x ** 2) + eps) * (weight + offset)`. Source: arXiv:1910.07467.
+
+    Args:
+        weight: (size,), a float dtype.
+        eps: keeps the root above 0.
+        offset: 1 where weights are kept as their difference from 1.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`x @ weight.T + bias`.
+
+    Args:
+        weight: (out, in), a float dtype; or int8 codes, of which 32 in a row share a scale.
+        bias: (out,), a float dtype, or None.
+        scales: (out, in / 32) bfloat16, with int8 codes; else None.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        tensors = (self.weight, self.bias, self.scales)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer; see the top of this file.
+
+    Args:
+        spec: of its keys and values: how many heads, their sizes, a window.
+        num_heads: query heads.
+        scale: of the scores.
+        softcap: scores become `softcap * tanh(scores / softcap)`; None: not.
+        rotary: name of the positions' tables.
+        activation: of the gate.
+        input_norm, query, key, value, query_norm, key_norm, out, attended_norm: its attention.
+        mlp_norm, gate, up, down, computed_norm: what follows.
+    """
+
+    spec: LayerSpec
+    num_heads: int
+    scale: float
+    softcap: float | None
+    rotary: str
+    activation: Activation
+    input_norm: Norm
+    query: Linear
+    key: Linear
+    value: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    out: Linear
+    attended_norm: Norm | None
+    mlp_norm: Norm
+    gate: Linear
+    up: Linear
+    down: Linear
+    computed_norm: Norm | None
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """Its matrices by name."""
+        return {name: part for name, part in vars(self).items() if isinstance(part, Linear)}
+
+
+@dataclass(frozen=True)
+class DecoderDescription:
+    """A whole decoder.
+
+    Args:
+        embed: returns what enters the first layer for ids (N,): (N, hidden).
+        layers: in order.
+        norm, head: of the logits.
+        head_softcap: logits become `head_softcap * tanh(logits / head_softcap)`; None: not.
+        rotary: by name, what returns cosines and sines (P, D) for positions (P,), both halves of D alike.
+        max_positions: for which `rotary` may be asked; None: any.
+    """
+
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm
+    head: Linear
+    head_softcap: float | None
+    rotary: Mapping[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
+    max_positions: int | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a token between layers."""
+        return self.norm.weight.shape[0]
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes of weights that a step reads, however few tokens it has; embeddings are left out."""
+        linears = [part for layer in self.layers for part in layer.linears.values()]
+        return sum(linear.nbytes for linear in (*linears, self.head))

@@ -1,0 +1,136 @@
+"""A step of few tokens: one call of the native kernels for all layers.
+
+Weights are streamed once for all tokens, and activations are float32. The kernels get addresses, so what they point to
+is kept here.
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.autograd.graph import increment_version
+
+from kvcache import native
+from kvcache.decoder.description import DecoderDescription, DecoderLayer, Linear, Norm
+from kvcache.decoder.rotary import RotaryTables
+from kvcache.storage.pool import BlockPool
+from kvcache.storage.step import Step
+
+BEST = -1  # of native.kernels.INSTRUCTION_SETS
+
+
+class FewRows:
+    """Runs steps of a described decoder through the kernels, which must be there.
+
+    Args:
+        decoder: on the CPU; the channels of its tensors stand side by side.
+        tables: of its positions.
+        instruction_set: of the kernels; default: the best.
+    """
+
+    def __init__(self, decoder: DecoderDescription, tables: RotaryTables, instruction_set: int = BEST) -> None:
+        self._decoder = decoder
+        self._tables = tables
+        self._instruction_set = instruction_set
+        self._rotary = list(decoder.rotary)
+        self._kinds = list(dict.fromkeys(layer.spec.kind for layer in decoder.layers))
+        layers = [self._layer_of(layer) for layer in decoder.layers]
+        self._native = _kernels().make_decoder(
+            decoder.hidden_size, layers, _norm(decoder.norm), _matrix(decoder.head), decoder.head_softcap or 0.0
+        )
+        self._blocks: WeakKeyDictionary[BlockPool, Any] = WeakKeyDictionary()
+
+    def run(self, step: Step, places: torch.Tensor | None = None) -> torch.Tensor:
+        """Store a step's rows in all layers, and return the logits (R, vocabulary) of the tokens at `places`, float32.
+
+        Default: each sequence's last token.
+        """
+        tokens = step.tokens[0]
+        x = self._decoder.embed(tokens).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        rows = step.take_over()
+        if places is None:
+            places = step.last
+        logits = torch.empty(len(places), self._decoder.head.weight.shape[0])
+        tables = self._tables.upto(step.longest)
+        pool = step.pool
+        if (blocks := self._blocks.get(pool)) is None:
+            blocks = self._blocks[pool] = _kernels().make_blocks([_blocks_of(store) for store in pool.stores])
+        kinds = [rows.kinds[kind] for kind in self._kinds]
+        self._native.run(
+            self._instruction_set,
+            x.data_ptr(),
+            len(tokens),
+            rows.positions.data_ptr(),
+            rows.firsts.data_ptr(),
+            len(step.sequences),
+            max(step.num_tokens),
+            [
+                (
+                    targets.blocks.data_ptr(),
+                    targets.rows.data_ptr(),
+                    sources.block_table.data_ptr(),
+                    sources.block_table.shape[1],
+                    sources.block_table.shape[1] * pool.block_size,
+                    sources.lengths.data_ptr(),
+                    window or 0,
+                    sinks,
+                )
+                for targets, sources, (window, sinks) in kinds
+            ],
+            blocks,
+            [(tables[name].cos.data_ptr(), tables[name].sin.data_ptr()) for name in self._rotary],
+            places.data_ptr(),
+            len(places),
+            logits.data_ptr(),
+            torch.get_num_threads(),
+        )
+        increment_version([tensor for store in pool.stores for tensor in (store.k, store.v)])
+        return logits
+
+    def _layer_of(self, layer: DecoderLayer) -> dict[str, Any]:
+        k_dim, v_dim = layer.spec.head_dims
+        norms = ("input_norm", "query_norm", "key_norm", "attended_norm", "mlp_norm", "computed_norm")
+        return {
+            **{name: _norm(getattr(layer, name)) for name in norms},
+            **{name: _matrix(linear) for name, linear in layer.linears.items()},
+            "num_heads": layer.num_heads,
+            "num_kv_heads": layer.spec.num_heads,
+            "head_dim": k_dim,
+            "v_head_dim": v_dim,
+            "scale": layer.scale,
+            "softcap": layer.softcap or 0.0,
+            "activation": _kernels().ACTIVATIONS[layer.activation],
+            "kind": self._kinds.index(layer.spec.kind),
+            "rotary": self._rotary.index(layer.rotary),
+        }
+
+
+def _kernels() -> Any:
+    return native.kernels
+
+
+def _numbers(tensor: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (tensor.data_ptr(), native.FORMATS[tensor.dtype])
+
+
+def _norm(norm: Norm | None) -> tuple[Any, ...] | None:
+    return None if norm is None else (*_numbers(norm.weight), norm.eps, norm.offset)
+
+
+def _matrix(linear: Linear) -> tuple[int, ...]:
+    weight, scales = linear.weight, linear.scales
+    kind = native.FORMATS["int8" if scales is not None else weight.dtype]
+    stride = weight.stride(0) * weight.element_size()
+    scales_at = 0 if scales is None else scales.data_ptr()
+    return weight.data_ptr(), kind, *weight.shape, stride, scales_at, *_numbers(linear.bias)
+
+
+def _blocks_of(store: Any) -> tuple[Any, ...]:
+    k_format, v_format = store.formats
+    k_dim, v_dim = store.layer.head_dims
+    return (
+        (store.k.data_ptr(), k_format, k_dim, store.k.shape[3], store.k.stride()),
+        (store.v.data_ptr(), v_format, v_dim, store.v.shape[3], store.v.stride()),
+        store.block_size,
+        store.num_blocks,
+    )

@@ -1,0 +1,151 @@
+"""Decoders like Llama run by this package's own kernels over steps of a pool, from the weights of the loaded model."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcache import native
+from kvcache.decoder import DecoderDescription, FewRows, Linear, ManyRows
+from kvcache.decoder.rotary import RotaryTables
+from kvcache.decoder.weights import GROUP, in_int8
+from kvcache.errors import InvalidValueError, NotSupportedError
+from kvcache.hf.describe import describe
+from kvcache.hf.pooled import check_step_of, forward_step
+from kvcache.storage import BlockPool, CacheSpec
+from kvcache.storage.step import Step
+
+Weights = Literal["int8"]
+
+FEW = 24  # tokens of a step: up to so many the kernels are faster than PyTorch's matrix products
+_TRIED = 5  # tokens that are run both ways
+_TOLERANCE = 0.1  # of the logits' norm: rounding in 16 bits stays well below, another function does not
+
+
+class NativeDecoder:
+    """Runs a decoder over steps of a pool as `forward_step` does, near the speed at which memory gives its weights.
+
+    The weights are the model's own, not copies. In float32 results equal transformers' to rounding; with 16-bit weights
+    what is between them is float32, so they are nearer to a run in float64 than transformers' are. Parts of the model
+    that are exchanged later are noticed at the next step, and read anew. No gradient flows.
+
+    Args:
+        model: of Llama's kind (Llama, SmolLM2, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3), on the CPU, all weights
+            in float32, bfloat16 or float16.
+        weights: "int8" to keep a copy of the matrices in int8, with a scale for 32 weights of a row: half of what a
+            step reads of them in 16 bits. Default: as they are.
+
+    Raises:
+        NotSupportedError: the model does not fit, and which part of it; or there are no native kernels.
+        InvalidValueError: `weights` is something else.
+
+    Example::
+
+        decoder = kvcache.hf.NativeDecoder(model)
+        pool = kvcache.BlockPool(kvcache.CacheSpec.from_config(model.config), num_blocks=64, block_size=64)
+        sequence = pool.new_sequence()
+        with pool.step([sequence], [ids]) as step:
+            logits = decoder.forward_step(step)
+    """
+
+    def __init__(self, model: PreTrainedModel, *, weights: Weights | None = None) -> None:
+        if weights not in (None, "int8"):
+            raise InvalidValueError(f"weights is {weights!r}; expected None or 'int8'")
+        if native.kernels is None:
+            raise NotSupportedError(f"the native CPU kernels are not there ({native.missing_because})")
+        self._model = model
+        self._weights = weights
+        self._read()
+
+    @property
+    def description(self) -> DecoderDescription:
+        """What is run, as plain data."""
+        return self._description
+
+    @torch.no_grad()
+    def forward_step(self, step: Step, places: torch.Tensor | None = None) -> torch.Tensor:
+        """Run a step's new tokens and return logits (R, vocabulary), float32.
+
+        It stores the new rows in every layer; to commit the step, or to abort it where this raises, is left to the
+        `with` that holds it.
+
+        Args:
+            step: open, with no layer appended, of a pool whose spec is `CacheSpec.from_config(model.config)`.
+            places: (R,) int64, the tokens among the step's N new ones whose logits are wanted; default: each sequence's
+                last.
+
+        Raises:
+            InvalidTypeError, InvalidValueError: as `kvcache.hf.forward_step`. Nothing has been stored.
+            NotSupportedError: the model was changed meanwhile, and does not fit any more.
+        """
+        check_step_of(self._model, step)
+        if self._has_changed():
+            self._read()
+        return self._run(step, places)
+
+    def _run(self, step: Step, places: torch.Tensor | None) -> torch.Tensor:
+        if sum(step.num_tokens) <= FEW and _kernels_take(step.pool):
+            return self._few.run(step, places)
+        return self._many.run(step, places)
+
+    def _has_changed(self) -> bool:
+        return not self._parts.are_the_same or (self._weights is not None and self._parts.versions != self._versions)
+
+    def _read(self) -> None:
+        description, self._parts = describe(self._model)
+        self._use(description)
+        self._try()
+        if self._weights is not None:
+            self._versions = self._parts.versions
+            self._use(_compressed(description))
+
+    def _use(self, description: DecoderDescription) -> None:
+        tables = RotaryTables(description.rotary, description.max_positions)
+        self._description = description
+        self._few = FewRows(description, tables)
+        self._many = ManyRows(description, tables)
+
+    @torch.no_grad()
+    def _try(self) -> None:
+        """Check that a few tokens have the logits of the model's own forward: what nobody thought of shows there."""
+        model: Any = self._model
+        spec = CacheSpec.from_config(model.config)
+        ids = [index % model.config.get_text_config(decoder=True).vocab_size for index in range(_TRIED)]
+        pool = BlockPool(spec, num_blocks=_TRIED, block_size=1, storage=model.dtype, device=model.device)
+        expected = _logits(pool, ids, lambda step: forward_step(model, step))
+        for run in (self._few.run, self._many.run):
+            difference = (_logits(pool, ids, run) - expected).norm()
+            if not difference <= _TOLERANCE * expected.norm():
+                raise NotSupportedError(
+                    f"the model's own forward gives other logits than its parts do, by {difference / expected.norm():.1%}"
+                )
+
+
+def _logits(pool: BlockPool, ids: list[int], run: Any) -> torch.Tensor:
+    with pool.new_sequence() as sequence:
+        step = pool.step([sequence], [ids])
+        try:
+            logits: torch.Tensor = run(step).float()
+        finally:
+            step.abort()
+    return logits
+
+
+def _kernels_take(pool: BlockPool) -> bool:
+    return all(number is not None for number in pool.stores[0].formats)
+
+
+def _compressed(description: DecoderDescription) -> DecoderDescription:
+    layers = tuple(
+        replace(layer, **{name: _int8(f"layer {index}, {name}", linear) for name, linear in layer.linears.items()})
+        for index, layer in enumerate(description.layers)
+    )
+    return replace(description, layers=layers, head=_int8("the head", description.head))
+
+
+def _int8(where: str, linear: Linear) -> Linear:
+    columns = linear.weight.shape[1]
+    if columns % GROUP:
+        raise NotSupportedError(f"{where} has {columns} columns; int8 weights take multiples of {GROUP}")
+    return in_int8(linear)

@@ -1,0 +1,100 @@
+"""The modules and tensors of a model that something else goes by, and whether they are still the same ones."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvcache import native
+from kvcache.errors import NotSupportedError
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+class Parts:
+    """Parts of a model, noted as they are read.
+
+    What is done to a tensor's numbers is no change: who goes by a part reads its memory anew each time.
+
+    Attributes:
+        tensors: by their path in the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._model = model
+        self._modules: list[tuple[dict[str, Any], str, nn.Module]] = []  # where it stands, its name there, it
+        self._places: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []  # and the address of its numbers
+        self._hooks: list[dict[int, Any]] = []
+
+    def module(self, module: nn.Module, path: str, classes: tuple[str, ...] | None) -> nn.Module:
+        """Note a module that nobody has put something around, of one of these classes of the model's own file.
+
+        Raises:
+            NotSupportedError: it is otherwise.
+        """
+        where = path or "the model"
+        if classes is not None and (
+            type(module).__name__ not in classes or type(module).__module__ != type(self._model).__module__
+        ):
+            raise NotSupportedError(f"{where} is a {type(module).__name__}; expected {' or '.join(classes)}")
+        if "forward" in vars(module):
+            raise NotSupportedError(f"{where} has a forward of its own")
+        for name in _HOOKS:
+            hooks = vars(module)[name]
+            if any(not _is_own(hook) for hook in hooks.values()):
+                raise NotSupportedError(f"{where} has forward hooks")
+            if path:
+                self._hooks.append(hooks)
+        return module
+
+    def child(
+        self, owner: nn.Module, path: str, name: str, classes: tuple[str, ...] | None = None
+    ) -> nn.Module:
+        """Note and return a module's child, as `module` does."""
+        where = f"{path}.{name}".lstrip(".")
+        child = owner._modules.get(name)
+        if child is None:
+            raise NotSupportedError(f"the model has no {where}")
+        self._modules.append((owner._modules, name, child))
+        return self.module(child, where, classes)
+
+    def own(self, path: str, classes: tuple[str, ...]) -> nn.Module:
+        """Note and return a child of the model itself."""
+        return self.child(self._model, "", path, classes)
+
+    def tensor(self, owner: nn.Module, path: str, name: str) -> torch.Tensor:
+        """Note and return a parameter or buffer of a module.
+
+        Raises:
+            NotSupportedError: it has no memory of its own, as on the meta device or a tensor subclass.
+        """
+        held = owner._parameters if name in owner._parameters else owner._buffers
+        tensor, where = held.get(name), f"{path}.{name}"
+        if tensor is None:
+            raise NotSupportedError(f"the model has no {where}")
+        if type(tensor) not in native.PLAIN_TYPES or tensor.is_meta or tensor.layout is not torch.strided:
+            raise NotSupportedError(f"{where} is a {type(tensor).__name__} on {tensor.device}; expected a plain tensor")
+        self._places.append((held, name, tensor, tensor.data_ptr()))
+        self.tensors[where] = tensor
+        return tensor
+
+    @property
+    def are_the_same(self) -> bool:
+        """Whether all parts are still in their places, with nothing around them."""
+        for held, name, module in self._modules:
+            if held.get(name) is not module:
+                return False
+        for held, name, tensor, address in self._places:
+            if held.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+        return not any(self._hooks)
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each tensor was written, as far as PyTorch knows."""
+        return [0 if tensor.is_inference() else tensor._version for _, _, tensor, _ in self._places]
+
+
+def _is_own(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("kvcache.")

@@ -37,5 +37,5 @@ def decoded(linear: Linear, dtype: torch.dtype, memory: torch.Tensor) -> torch.T
     if linear.scales is None:
         return target.copy_(weight)
     groups = target.unflatten(1, (-1, GROUP))
-    torch.mul(weight.unflatten(1, (-1, GROUP)), linear.scales.unsqueeze(-1), out=groups)
+    torch.mul(weight.unflatten(1, (-1, GROUP)), linear.scales.to(dtype).unsqueeze(-1), out=groups)
     return target

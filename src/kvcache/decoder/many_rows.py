@@ -24,9 +24,7 @@ class ManyRows:
         dtype: of the matrix products; default: the fastest for these weights.
     """
 
-    def __init__(
-        self, decoder: DecoderDescription, tables: RotaryTables, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, decoder: DecoderDescription, tables: RotaryTables, dtype: torch.dtype | None = None) -> None:
         self._decoder = decoder
         self._tables = tables
         self._dtype = product_dtype(decoder.head.weight.dtype) if dtype is None else dtype

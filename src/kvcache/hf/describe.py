@@ -127,7 +127,9 @@ class _Reader:
         }
         for name, rows in expected.items():
             if linears[name].weight.shape[0] != rows:
-                raise NotSupportedError(f"{path}.self_attn.{name}_proj has {linears[name].weight.shape[0]} rows; expected {rows}")
+                raise NotSupportedError(
+                    f"{path}.self_attn.{name}_proj has {linears[name].weight.shape[0]} rows; expected {rows}"
+                )
         return DecoderLayer(
             spec=spec,
             num_heads=num_heads,
@@ -193,7 +195,9 @@ class _Reader:
             if tensor.dtype not in DTYPES:
                 raise NotSupportedError(f"{path} is {tensor.dtype}; expected float32, bfloat16 or float16")
             if tensor.dtype != embeddings.dtype:
-                raise NotSupportedError(f"{path} is {tensor.dtype} and model.embed_tokens.weight {embeddings.dtype}; expected one dtype")
+                raise NotSupportedError(
+                    f"{path} is {tensor.dtype} and model.embed_tokens.weight {embeddings.dtype}; expected one dtype"
+                )
             if tensor.stride(-1) != 1:
                 raise NotSupportedError(f"{path} has strides {tuple(tensor.stride())}; expected rows in one piece")
         for index, layer in enumerate(description.layers):

@@ -48,9 +48,7 @@ class Parts:
                 self._hooks.append(hooks)
         return module
 
-    def child(
-        self, owner: nn.Module, path: str, name: str, classes: tuple[str, ...] | None = None
-    ) -> nn.Module:
+    def child(self, owner: nn.Module, path: str, name: str, classes: tuple[str, ...] | None = None) -> nn.Module:
         """Note and return a module's child, as `module` does."""
         where = f"{path}.{name}".lstrip(".")
         child = owner._modules.get(name)

@@ -9,6 +9,7 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    GemmaForCausalLM,
     GPT2LMHeadModel,
     GPTNeoXForCausalLM,
     GptOssForCausalLM,
@@ -113,6 +114,11 @@ def qwen2(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTr
 def qwen3(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
     """Norms of queries and keys, and heads wider than the hidden size says."""
     return _made(Qwen3ForCausalLM, _DECODER | {"head_dim": 12} | options, dtype, seed)
+
+
+def gemma(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:
+    """One key/value head for all query heads, and embeddings that are scaled."""
+    return _made(GemmaForCausalLM, _DECODER | {"head_dim": 8, "num_key_value_heads": 1} | options, dtype, seed)
 
 
 def gemma2(dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> PreTrainedModel:

@@ -24,9 +24,7 @@ class ManyRows:
         dtype: of the matrix products; default: the fastest for these weights.
     """
 
-    def __init__(
-        self, decoder: DecoderDescription, tables: RotaryTables, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, decoder: DecoderDescription, tables: RotaryTables, dtype: torch.dtype | None = None) -> None:
         self._decoder = decoder
         self._tables = tables
         self._dtype = product_dtype(decoder.head.weight.dtype) if dtype is None else dtype
@@ -51,7 +49,7 @@ class ManyRows:
     ) -> torch.Tensor:
         h = _normalised(layer.input_norm, x)
         q, k, v = (
-            self._linear(linear, h).unflatten(-1, (heads, -1)).transpose(0, 1).unsqueeze(0)  # (1, heads, N, D)
+            self._linear(linear, h).view(1, len(h), heads, -1).transpose(1, 2)  # (1, heads, N, D)
             for linear, heads in (
                 (layer.query, layer.num_heads),
                 (layer.key, layer.spec.num_heads),

@@ -19,7 +19,7 @@ def in_int8(linear: Linear) -> Linear:
     scales = torch.empty(weight.shape[0], weight.shape[1] // GROUP, dtype=torch.bfloat16)
     for first in range(0, weight.shape[0], _ROWS):
         rows = slice(first, first + _ROWS)
-        groups = weight[rows].float().unflatten(1, (-1, GROUP))
+        groups = _groups(weight[rows].float())
         scale = (groups.abs().amax(dim=-1) / _LARGEST).bfloat16()
         steps = scale.float().unsqueeze(-1)
         exact = torch.where(steps > 0, groups / steps, 0.0)
@@ -36,6 +36,9 @@ def decoded(linear: Linear, dtype: torch.dtype, memory: torch.Tensor) -> torch.T
     target = memory[: weight.numel()].view(weight.shape)
     if linear.scales is None:
         return target.copy_(weight)
-    groups = target.unflatten(1, (-1, GROUP))
-    torch.mul(weight.unflatten(1, (-1, GROUP)), linear.scales.unsqueeze(-1), out=groups)
+    torch.mul(_groups(weight), linear.scales.to(dtype).unsqueeze(-1), out=_groups(target))
     return target
+
+
+def _groups(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(len(rows), -1, GROUP)

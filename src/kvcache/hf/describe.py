@@ -54,7 +54,8 @@ def describe(model: PreTrainedModel) -> tuple[DecoderDescription, Parts]:
     if family is None or type(model).__module__ != f"transformers.models.{name.lower()}.modeling_{name.lower()}":
         known = ", ".join(f"{known}ForCausalLM" for known in FAMILIES)
         raise NotSupportedError(f"the model is a {type(model).__name__}; expected one of {known}")
-    if model.training and getattr(model.config, "attention_dropout", 0.0):
+    dropout: float = getattr(model.config, "attention_dropout", 0.0)
+    if model.training and dropout:
         raise NotSupportedError("the model is in training mode, with dropout; call model.eval()")
     try:
         spec = CacheSpec.from_config(model.config)
@@ -75,7 +76,7 @@ class _Reader:
     def description(self) -> tuple[DecoderDescription, Parts]:
         root = self.parts.module(self.model, "", None)
         base = self._own("model", "Model", "TextModel")
-        embeddings = self.parts.child(base, "model", "embed_tokens")
+        embeddings: Any = self.parts.child(base, "model", "embed_tokens")
         if type(embeddings) is not nn.Embedding and type(embeddings).__module__ != type(base).__module__:
             raise NotSupportedError(f"model.embed_tokens is a {type(embeddings).__name__}; expected the family's own")
         self.parts.tensor(embeddings, "model.embed_tokens", "weight")
@@ -110,11 +111,13 @@ class _Reader:
         attention: Any = self.parts.child(layer, path, "self_attn", self._classes("Attention"))
         mlp: Any = self.parts.child(layer, path, "mlp", self._classes("MLP"))
         linears = {name: self._linear(attention, f"{path}.self_attn", f"{name}_proj") for name in "qkvo"}
-        norms = {name: None for name in ("q_norm", "k_norm")}
-        if self.family.head_norms:
-            norms = {name: self._norm(attention, f"{path}.self_attn", name) for name in norms}
+        norms = dict.fromkeys("qk", None) | {
+            name: self._norm(attention, f"{path}.self_attn", f"{name}_norm") for name in "qk" if self.family.head_norms
+        }
         if not getattr(attention, "is_causal", True):
             raise NotSupportedError(f"{path}.self_attn is not causal")
+        if attention.layer_idx != index:
+            raise NotSupportedError(f"{path}.self_attn has layer_idx {attention.layer_idx}; expected {index}")
         after = "post_attention_layernorm"
         four = self.family.four_norms
         spec = self.spec.layers[index]
@@ -127,7 +130,9 @@ class _Reader:
         }
         for name, rows in expected.items():
             if linears[name].weight.shape[0] != rows:
-                raise NotSupportedError(f"{path}.self_attn.{name}_proj has {linears[name].weight.shape[0]} rows; expected {rows}")
+                raise NotSupportedError(
+                    f"{path}.self_attn.{name}_proj has {linears[name].weight.shape[0]} rows; expected {rows}"
+                )
         return DecoderLayer(
             spec=spec,
             num_heads=num_heads,
@@ -139,8 +144,8 @@ class _Reader:
             query=linears["q"],
             key=linears["k"],
             value=linears["v"],
-            query_norm=norms["q_norm"],
-            key_norm=norms["k_norm"],
+            query_norm=norms["q"],
+            key_norm=norms["k"],
             out=linears["o"],
             attended_norm=self._norm(layer, path, after) if four else None,
             mlp_norm=self._norm(layer, path, "pre_feedforward_layernorm" if four else after),
@@ -193,7 +198,9 @@ class _Reader:
             if tensor.dtype not in DTYPES:
                 raise NotSupportedError(f"{path} is {tensor.dtype}; expected float32, bfloat16 or float16")
             if tensor.dtype != embeddings.dtype:
-                raise NotSupportedError(f"{path} is {tensor.dtype} and model.embed_tokens.weight {embeddings.dtype}; expected one dtype")
+                raise NotSupportedError(
+                    f"{path} is {tensor.dtype} and model.embed_tokens.weight {embeddings.dtype}; expected one dtype"
+                )
             if tensor.stride(-1) != 1:
                 raise NotSupportedError(f"{path} has strides {tuple(tensor.stride())}; expected rows in one piece")
         for index, layer in enumerate(description.layers):

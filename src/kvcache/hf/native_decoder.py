@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcache import native
+from kvcache.checks import check_int_tensor, check_range
 from kvcache.decoder import DecoderDescription, FewRows, Linear, ManyRows
 from kvcache.decoder.rotary import RotaryTables
 from kvcache.decoder.weights import GROUP, in_int8
@@ -76,10 +77,14 @@ class NativeDecoder:
                 last.
 
         Raises:
-            InvalidTypeError, InvalidValueError: as `kvcache.hf.forward_step`. Nothing has been stored.
+            InvalidTypeError, InvalidValueError: as `kvcache.hf.forward_step`, or `places` are no integers, or not of
+                these tokens. Nothing has been stored.
             NotSupportedError: the model was changed meanwhile, and does not fit any more.
         """
         check_step_of(self._model, step)
+        if places is not None:
+            places = check_int_tensor("places", places, (None,), "(R,)", step.pool.device).contiguous()
+            check_range("places", places, 0, sum(step.num_tokens) - 1)
         if self._has_changed():
             self._read()
         return self._run(step, places)
@@ -93,33 +98,35 @@ class NativeDecoder:
         return not self._parts.are_the_same or (self._weights is not None and self._parts.versions != self._versions)
 
     def _read(self) -> None:
-        description, self._parts = describe(self._model)
-        self._use(description)
-        self._try()
+        description, parts = describe(self._model)
+        ways = _ways(description)
+        self._try(ways)
+        versions = parts.versions
         if self._weights is not None:
-            self._versions = self._parts.versions
-            self._use(_compressed(description))
-
-    def _use(self, description: DecoderDescription) -> None:
-        tables = RotaryTables(description.rotary, description.max_positions)
-        self._description = description
-        self._few = FewRows(description, tables)
-        self._many = ManyRows(description, tables)
+            description = _compressed(description)
+            ways = _ways(description)
+        # Only now, so that a model that does not fit any more is read, and refused, in every step.
+        self._description, self._parts, self._versions, (self._few, self._many) = description, parts, versions, ways
 
     @torch.no_grad()
-    def _try(self) -> None:
+    def _try(self, ways: tuple[FewRows, ManyRows]) -> None:
         """Check that a few tokens have the logits of the model's own forward: what nobody thought of shows there."""
         model: Any = self._model
         spec = CacheSpec.from_config(model.config)
         ids = [index % model.config.get_text_config(decoder=True).vocab_size for index in range(_TRIED)]
         pool = BlockPool(spec, num_blocks=_TRIED, block_size=1, storage=model.dtype, device=model.device)
         expected = _logits(pool, ids, lambda step: forward_step(model, step))
-        for run in (self._few.run, self._many.run):
-            difference = (_logits(pool, ids, run) - expected).norm()
-            if not difference <= _TOLERANCE * expected.norm():
+        for way in ways:
+            difference, whole = (_logits(pool, ids, way.run) - expected).norm(), expected.norm()
+            if not difference <= _TOLERANCE * whole:
                 raise NotSupportedError(
-                    f"the model's own forward gives other logits than its parts do, by {difference / expected.norm():.1%}"
+                    f"the model's own forward gives other logits than its parts do, by {difference / whole:.1%}"
                 )
+
+
+def _ways(description: DecoderDescription) -> tuple[FewRows, ManyRows]:
+    tables = RotaryTables(description.rotary, description.max_positions)
+    return FewRows(description, tables), ManyRows(description, tables)
 
 
 def _logits(pool: BlockPool, ids: list[int], run: Any) -> torch.Tensor:
@@ -137,11 +144,13 @@ def _kernels_take(pool: BlockPool) -> bool:
 
 
 def _compressed(description: DecoderDescription) -> DecoderDescription:
-    layers = tuple(
-        replace(layer, **{name: _int8(f"layer {index}, {name}", linear) for name, linear in layer.linears.items()})
-        for index, layer in enumerate(description.layers)
-    )
-    return replace(description, layers=layers, head=_int8("the head", description.head))
+    layers = []
+    for index, layer in enumerate(description.layers):
+        matrices: dict[str, Any] = {
+            name: _int8(f"layer {index}, {name}", linear) for name, linear in layer.linears.items()
+        }
+        layers.append(replace(layer, **matrices))
+    return replace(description, layers=tuple(layers), head=_int8("the head", description.head))
 
 
 def _int8(where: str, linear: Linear) -> Linear:

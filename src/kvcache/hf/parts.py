@@ -23,9 +23,9 @@ class Parts:
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._model = model
-        self._modules: list[tuple[dict[str, Any], str, nn.Module]] = []  # where it stands, its name there, it
+        self._modules: list[tuple[dict[str, Any], str, nn.Module, type]] = []  # where it stands, its name there, it
         self._places: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []  # and the address of its numbers
-        self._hooks: list[dict[int, Any]] = []
+        self._attributes: list[dict[str, Any]] = []  # of each module, as nn.Module and who patches them keep them
 
     def module(self, module: nn.Module, path: str, classes: tuple[str, ...] | None) -> nn.Module:
         """Note a module that nobody has put something around, of one of these classes of the model's own file.
@@ -40,23 +40,18 @@ class Parts:
             raise NotSupportedError(f"{where} is a {type(module).__name__}; expected {' or '.join(classes)}")
         if "forward" in vars(module):
             raise NotSupportedError(f"{where} has a forward of its own")
-        for name in _HOOKS:
-            hooks = vars(module)[name]
-            if any(not _is_own(hook) for hook in hooks.values()):
-                raise NotSupportedError(f"{where} has forward hooks")
-            if path:
-                self._hooks.append(hooks)
+        if _has_hooks(vars(module)):
+            raise NotSupportedError(f"{where} has forward hooks")
+        self._attributes.append(vars(module))
         return module
 
-    def child(
-        self, owner: nn.Module, path: str, name: str, classes: tuple[str, ...] | None = None
-    ) -> nn.Module:
+    def child(self, owner: nn.Module, path: str, name: str, classes: tuple[str, ...] | None = None) -> nn.Module:
         """Note and return a module's child, as `module` does."""
         where = f"{path}.{name}".lstrip(".")
         child = owner._modules.get(name)
         if child is None:
             raise NotSupportedError(f"the model has no {where}")
-        self._modules.append((owner._modules, name, child))
+        self._modules.append((owner._modules, name, child, type(child)))
         return self.module(child, where, classes)
 
     def own(self, path: str, classes: tuple[str, ...]) -> nn.Module:
@@ -82,18 +77,22 @@ class Parts:
     @property
     def are_the_same(self) -> bool:
         """Whether all parts are still in their places, with nothing around them."""
-        for held, name, module in self._modules:
-            if held.get(name) is not module:
+        for held, name, module, kind in self._modules:
+            if held.get(name) is not module or type(module) is not kind:
                 return False
         for held, name, tensor, address in self._places:
             if held.get(name) is not tensor or tensor.data_ptr() != address:
                 return False
-        return not any(self._hooks)
+        return not any("forward" in attributes or _has_hooks(attributes) for attributes in self._attributes)
 
     @property
     def versions(self) -> list[int]:
         """How often each tensor was written, as far as PyTorch knows."""
         return [0 if tensor.is_inference() else tensor._version for _, _, tensor, _ in self._places]
+
+
+def _has_hooks(attributes: dict[str, Any]) -> bool:
+    return any(not _is_own(hook) for name in _HOOKS if attributes[name] for hook in attributes[name].values())
 
 
 def _is_own(hook: Any) -> bool:

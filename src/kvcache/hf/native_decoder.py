@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
@@ -57,6 +58,7 @@ class NativeDecoder:
             raise NotSupportedError(f"the native CPU kernels are not there ({native.missing_because})")
         self._model = model
         self._weights = weights
+        self._pools: WeakSet[BlockPool] = WeakSet()  # that were found to be for this model
         self._read()
 
     @property
@@ -81,13 +83,22 @@ class NativeDecoder:
                 these tokens. Nothing has been stored.
             NotSupportedError: the model was changed meanwhile, and does not fit any more.
         """
-        check_step_of(self._model, step)
+        self._check(step)
         if places is not None:
             places = check_int_tensor("places", places, (None,), "(R,)", step.pool.device).contiguous()
             check_range("places", places, 0, sum(step.num_tokens) - 1)
         if self._has_changed():
             self._read()
         return self._run(step, places)
+
+    def _check(self, step: Step) -> None:
+        if isinstance(step, Step) and step.pool in self._pools:  # what remains of the checks, as it can change
+            step.check_open()
+            limit = self._description.max_positions
+            if limit is None or step.longest <= limit:
+                return
+        check_step_of(self._model, step)
+        self._pools.add(step.pool)
 
     def _run(self, step: Step, places: torch.Tensor | None) -> torch.Tensor:
         if sum(step.num_tokens) <= FEW and _kernels_take(step.pool):
@@ -105,6 +116,7 @@ class NativeDecoder:
         if self._weights is not None:
             description = _compressed(description)
             ways = _ways(description)
+        self._pools.clear()
         # Only now, so that a model that does not fit any more is read, and refused, in every step.
         self._description, self._parts, self._versions, (self._few, self._many) = description, parts, versions, ways
 

@@ -66,7 +66,7 @@ class Parts:
         return self.child(self._model, "", path, classes)
 
     def tensor(self, owner: nn.Module, path: str, name: str) -> torch.Tensor:
-        """Note and return a parameter or buffer of a module.
+        """Note a parameter or buffer of a module, and return one that keeps its memory whatever becomes of the first.
 
         Raises:
             NotSupportedError: it has no memory of its own, as on the meta device or a tensor subclass.
@@ -80,12 +80,12 @@ class Parts:
         self._note(held, name, tensor)
         self._addresses.append(tensor.data_ptr())
         self.tensors[where] = tensor
-        return tensor
+        return tensor.detach()
 
     @property
     def are_the_same(self) -> bool:
         """Whether all parts are still in their places, with nothing around them."""
-        assert native.kernels is not None  # whose loops are fast: this is on the way of every token
+        assert native.kernels is not None  # whose loops are fast
         return (
             native.kernels.are_in_place(self._holders, self._names, self._parts, self._attributes, "forward")
             and list(map(torch.Tensor.data_ptr, self.tensors.values())) == self._addresses

@@ -271,8 +271,8 @@ def test_k8_each_text_stops_at_its_own_end(model, tokenizer):
 def test_a_forward_that_fails_ends_the_requests_of_its_step_only(model, tokenizer):
     fails = []
 
-    def forward(step):
-        logits = forward_step(model, step)
+    def forward(step, places):
+        logits = forward_step(model, step, places)
         if fails:
             raise fails.pop()
         return logits
@@ -295,8 +295,8 @@ def test_a_forward_that_fails_ends_the_requests_of_its_step_only(model, tokenize
 def test_logits_that_are_nan_end_one_request_alone(model, tokenizer):
     bad = ids_of(5, seed=2)
 
-    def forward(step):
-        logits = forward_step(model, step)
+    def forward(step, places):
+        logits = forward_step(model, step, places)
         for row, sequence in enumerate(step.sequences):
             if sequence.tokens[:5] == bad or step.tokens[0, : len(bad)].tolist() == bad:
                 logits[row, 7] = torch.nan
@@ -312,8 +312,8 @@ def test_logits_that_are_nan_end_one_request_alone(model, tokenizer):
 
 
 def test_what_cannot_be_drawn_from_ends_one_request_alone(model, tokenizer):
-    def forward(step):
-        logits = forward_step(model, step)
+    def forward(step, places):
+        logits = forward_step(model, step, places)
         logits[step.last.argmin()] = torch.inf  # of the oldest text
         return logits
 

@@ -262,7 +262,7 @@ def test_where_blocks_are_short_texts_go_on_without_proposals(model, tokenizer):
 def test_no_step_preempts_for_what_is_proposed(model, tokenizer, monkeypatch):
     """Each preemption is in a step that has tried to do without."""
     tried = []
-    scheduler = scheduler_of(model, num_blocks=26, block_size=2)
+    scheduler = scheduler_of(model, num_blocks=7, block_size=8)
     step, preempt = scheduler.pool.step, scheduler._preempt
     running = scheduler.running
 
@@ -276,7 +276,7 @@ def test_no_step_preempts_for_what_is_proposed(model, tokenizer, monkeypatch):
 
     monkeypatch.setattr(scheduler.pool, "step", noted_step)
     monkeypatch.setattr(scheduler, "_preempt", noted_preempt)
-    requests = [Noted(repeating(model)[cut:], tokenizer, max_new_tokens=15, **LOOKUP) for cut in (15, 16, 17)]
+    requests = [Noted(repeating(model)[cut:], tokenizer, max_new_tokens=20, **LOOKUP) for cut in (20, 21)]
     completions = checked(model, scheduler, *requests)
     assert scheduler.num_preemptions > 0
     assert all(completion.speculation.num_accepted > 0 for completion in completions)

@@ -402,9 +402,9 @@ def test_places_that_are_none_of_a_steps_are_refused_before_anything_is_stored()
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model runs"))
     with pool.step([pool.new_sequence()], [A]) as step:
         for places in ([23], [-1], torch.tensor([[0]])):
-            with pytest.raises(InvalidValueError, match="^places "):
+            with pytest.raises(InvalidValueError, match=r"^places "):
                 forward_step(model, step, places)
         for places in (torch.tensor([0.0]), torch.tensor([True]), "last"):
-            with pytest.raises(InvalidTypeError, match="^places "):
+            with pytest.raises(InvalidTypeError, match=r"^places "):
                 forward_step(model, step, places)
         step.abort()

@@ -37,7 +37,12 @@ class FewRows:
         self._kinds = list(dict.fromkeys(layer.spec.kind for layer in decoder.layers))
         layers = [self._layer_of(layer) for layer in decoder.layers]
         self._native = _kernels().make_decoder(
-            decoder.hidden_size, _embedding(decoder.embedding), layers, _norm(decoder.norm), _matrix(decoder.head), decoder.head_softcap or 0.0
+            decoder.hidden_size,
+            _embedding(decoder.embedding),
+            layers,
+            _norm(decoder.norm),
+            _matrix(decoder.head),
+            decoder.head_softcap or 0.0,
         )
         self._blocks: WeakKeyDictionary[BlockPool, Any] = WeakKeyDictionary()
 

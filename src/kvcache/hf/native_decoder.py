@@ -20,7 +20,6 @@ from kvcache.storage.step import Step
 
 Weights = Literal["int8"]
 
-FEW = 24  # tokens of a step: up to so many the kernels are faster than PyTorch's matrix products
 LOOK_EVERY = 8  # steps of single tokens; a look takes 4 % of a step of a small model
 _TRIED = 5  # tokens that are run both ways
 _TOLERANCE = 0.1  # of the logits' norm: rounding in 16 bits stays well below, another function does not
@@ -31,8 +30,8 @@ class NativeDecoder:
 
     The weights are the model's own, not copies. In float32 results equal transformers' to rounding; with 16-bit weights
     what is between them is float32, so they are nearer to a run in float64 than transformers' are. What is done to the
-    weights in place holds from the next step on. Parts of the model that are exchanged are noticed at the next step that
-    has several tokens of a text, or after 8 steps, and read anew. No gradient flows.
+    weights in place holds from the next step on. Parts of the model that are exchanged are noticed at the next step
+    that has several tokens of a text, or after 8 steps, and read anew. No gradient flows.
 
     Args:
         model: of Llama's kind (Llama, SmolLM2, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3), on the CPU, all weights
@@ -107,7 +106,7 @@ class NativeDecoder:
         self._pools.add(step.pool)
 
     def _run(self, step: Step, places: torch.Tensor | None) -> torch.Tensor:
-        if sum(step.num_tokens) <= FEW and _kernels_take(step.pool):
+        if sum(step.num_tokens) < self._many.worth_it and _kernels_take(step.pool):
             return self._few.run(step, places)
         return self._many.run(step, places)
 

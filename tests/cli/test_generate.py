@@ -113,6 +113,32 @@ def test_the_cache_may_be_kept_in_fewer_bits(capsys, smollm2):
     assert (data["cache"]["storage"], data["cache"]["bytes_per_token"]) == ("int8/int4", 30 * 3 * (72 + 40))
 
 
+def test_tokens_may_be_proposed_and_the_text_stays_the_same(capsys, smollm2):
+    prompt = "Say this again: one two three four five six seven eight. one two three four"
+    arguments = (prompt, "--raw", "--max-new-tokens", 12)
+    plain = generate_json(capsys, *arguments)
+    data = generate_json(capsys, *arguments, "--prompt-lookup", 4, "--compare")
+    assert data["token_ids"] == data["without_cache"]["token_ids"] == plain["token_ids"]
+    assert plain["speculation"] is data["without_cache"]["speculation"] is None
+    proposed, accepted = data["speculation"]["proposed_tokens"], data["speculation"]["accepted_tokens"]
+    assert 0 < accepted <= proposed
+    processed = data["prompt_tokens"] + 11 + proposed - accepted
+    assert data["qkv_projections_per_layer"]["with_cache"] == 3 * processed
+    _, out, _ = kvcache(capsys, "generate", *arguments, "--prompt-lookup", 4)
+    assert f"\nProposed  {accepted} of {proposed} accepted: 12 tokens in {12 - accepted} steps" in out
+    _, out, _ = kvcache(capsys, "generate", *arguments, "--prompt-lookup", 4, "--compare")
+    assert "\nProposed, accepted " in out
+
+
+def test_tokens_are_proposed_in_the_engine_only(capsys, smollm2, tmp_path):
+    bloom(vocab_size=len(smollm2.tokenizer)).save_pretrained(tmp_path)
+    smollm2.tokenizer.save_pretrained(tmp_path)
+    status, out, err = kvcache(capsys, "generate", "one two", "--raw", "--model", tmp_path, "--prompt-lookup", 4)
+    assert (status, out) == (2, "")
+    assert f"--prompt-lookup is the engine's, in which {tmp_path} cannot run: " in err
+    assert err.rstrip().endswith("; leave it out")
+
+
 def test_a_seed_repeats_a_sample(capsys, smollm2):
     options = ("--temperature", 1.5, "--max-new-tokens", 8, "--top-k", 200, "--top-p", 0.99, "--min-p", 0.001)
     first, again, other = (
@@ -257,6 +283,8 @@ def test_what_the_model_asks_for_and_is_not_done_is_said_once(capsys, smollm2, t
         (["hello", "--dtype", "float31"], "--dtype is 'float31'; expected one of float16, bfloat16, float32, float64"),
         (["hello", "--storage", "int9"], "--storage is 'int9'; expected one of float16, bfloat16"),
         (["hello", "--storage", "int8", "--no-cache"], "--storage says how a cache keeps rows"),
+        (["hello", "--prompt-lookup", "-1"], "Invalid value for '--prompt-lookup'"),
+        (["hello", "--prompt-lookup", "3", "--no-cache"], "--prompt-lookup goes back in a cache where it was wrong"),
         (["hello", "--device", "nowhere"], "device is 'nowhere'"),
         (["hello", "--device", "meta"], "device is 'meta'; expected a device with memory"),
         (["hello", "--temperature", "nan"], "Invalid value for '--temperature'"),

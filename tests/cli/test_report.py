@@ -8,21 +8,24 @@ from kvcache.cli.report import (
     projections_without_cache,
 )
 from kvcache.cli.run import CacheAccount, Run
-from kvcache.engine import Completion, Timings
+from kvcache.engine import Completion, Speculation, Timings
 from kvcache.hf import Usage
 
 
-def run_of(token_ids, prompt_tokens=4, first=1.0, later=2.0, cache=None):
+def run_of(token_ids, prompt_tokens=4, first=1.0, later=2.0, cache=None, speculation=None):
     count = len(token_ids)
     timings = Timings(0.0, first, first + later, per_token=later / (count - 1) if count > 1 else None)
     usage = Usage(prompt_tokens, 0, prompt_tokens, count)
-    return Run(Completion("text", list(token_ids), "length", usage, timings), cache)
+    return Run(Completion("text", list(token_ids), "length", usage, timings, speculation=speculation), cache)
 
 
 def test_projections_are_counted_as_they_are_done():
     run = run_of([7, 8, 9])  # 4 + 1 + 1 tokens processed; the third new one never is
     assert projections_with_cache(run) == 3 * (4 + 1 + 1)
     assert projections_without_cache(run) == 3 * (4 + 5 + 6)
+    proposed = run_of([7, 8, 9], speculation=Speculation(num_proposed=5, num_accepted=1))  # in steps of 4 and 6 tokens
+    assert projections_with_cache(proposed) == 3 * (4 + 6)
+    assert projections_without_cache(proposed) == 3 * (4 + 5 + 6)
     only_one = run_of([7])
     assert projections_with_cache(only_one) == projections_without_cache(only_one) == 3 * 4
 
@@ -56,6 +59,7 @@ def test_data_hold_every_figure():
         "total_seconds": 3.0,
         "prefill_tokens_per_second": 4.0,
         "decode_tokens_per_second": 0.5,
+        "speculation": None,
         "qkv_projections_per_layer": {"with_cache": 15, "without_cache": 27},
         "cache": {"tokens": 5, "bytes": 640, "bytes_stored": 320, "bytes_per_token": 64, "storage": "float32"},
     }

@@ -1,19 +1,21 @@
 """Random requests over a pool that is too small for all of them; all that is picked at random follows from a seed.
 
-Many begin alike, some end early, some have several texts, and some are too large. After each step the pool's books are
-checked, and at the end every text is held against a run of its own without a cache.
+Many begin alike, some end early, some have several texts, some propose tokens, and some are too large. After each step
+the pool's books are checked, and at the end every text is held against a run of its own without a cache.
 """
 
 import random
 from collections import Counter
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
 from kvcache import BlockPool, CacheSpec, InvalidValueError, PrefixCache
 from kvcache.engine.scheduler import Scheduler
 from kvcache.hf import forward_step, use_attention
-from tests.engine.texts import Noted, cold_logits, ids_of
+from tests.engine.proposals import Foretold
+from tests.engine.texts import Noted, cold, cold_logits, ids_of
 
 STEPS = 2000  # more than any takes
 
@@ -46,18 +48,23 @@ def check_left(scheduler):
     scheduler.pool.check()
 
 
-def run_workload(model, tokenizer, seed):
-    """Run one, check it, and return how often what happened."""
-    workload = _Workload(model, tokenizer, seed)
-    with torch.no_grad(), use_attention(model):
+def run_workload(model, tokenizer, seed, known):
+    """Run one, check it, and return how often what happened.
+
+    `known` has texts of the model by their prompts, and gets those that are computed here: what is proposed is known.
+    """
+    workload = _Workload(model, tokenizer, seed, known)
+    lookup = partial(Foretold, texts=list(known.values()), seed=seed)
+    with torch.no_grad(), use_attention(model), patch("kvcache.engine.request.PromptLookup", lookup):
         workload.run()
     workload.check_texts()
     return workload.happened
 
 
 class _Workload:
-    def __init__(self, model, tokenizer, seed):
+    def __init__(self, model, tokenizer, seed, known):
         self.happened = Counter()
+        self._known, self._proposes = known, random.Random(seed)  # whoever proposes, all else is the same
         self._model, self._tokenizer, self._random = model, tokenizer, random.Random(seed)
         self._beginnings = [ids_of(length, seed=100 + index) for index, length in enumerate((3, 9, 16))]
         block_size = self._random.choice([1, 2, 3, 4, 8])
@@ -103,6 +110,10 @@ class _Workload:
                 assert len(new) == asked.max_new_tokens or request in self._cancelled
                 if new:
                     assert new == cold_logits(self._model, request.ids, new).argmax(dim=-1).tolist()
+            for completion in request.outcome:
+                if (speculation := completion.speculation) is not None:
+                    self.happened["accepted"] += speculation.num_accepted
+                    self.happened["rejected"] += speculation.num_proposed - speculation.num_accepted
             reused = [completion.usage.cached_tokens for completion in request.outcome]
             assert max(reused) < len(request.ids)
 
@@ -112,6 +123,10 @@ class _Workload:
         given = {"max_new_tokens": self._random.randint(1, 9)}
         if self._random.random() < 0.25:  # several texts, which are the same as all are the likeliest
             given |= {"num_return_sequences": self._random.randint(2, 4), "do_sample": True, "top_k": 1}
+        if self._proposes.random() < 0.5:
+            given["prompt_lookup_num_tokens"] = self._proposes.randint(1, 6)
+            if tuple(ids) not in self._known:
+                self._known[tuple(ids)] = ids + cold(self._model, ids, 9)
         namespace = self._random.choice([None, None, None, "salt"])
         return Noted(ids, self._tokenizer, namespace, **given)
 

@@ -381,3 +381,30 @@ def test_a_step_takes_one_forward():
         with pytest.raises(InvalidValueError, match="layer 0 is appended already"):
             forward_step(model, step)
     assert_as_alone(logits, model, pool.sequences)
+
+
+@pytest.mark.parametrize("make", [llama, gemma3, gpt2], ids=lambda make: make.__name__)
+def test_logits_at_any_places_are_those_of_texts_that_end_there(make):
+    model = make()
+    pool = pool_of(model)
+    texts = [pool.new_sequence(), pool.new_sequence()]
+    advance(model, pool, texts, [A[:3], B[:4]])
+    places = torch.tensor([4, 0, 2, 4])
+    with torch.no_grad(), pool.step(texts, [A[3:6], B[4:6]]) as step:
+        logits = forward_step(model, step, places)
+    expected = torch.stack([alone(model, tokens) for tokens in (B[:6], A[:4], A[:6], B[:6])])
+    assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_places_that_are_none_of_a_steps_are_refused_before_anything_is_stored():
+    model = llama()
+    pool = pool_of(model)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model runs"))
+    with pool.step([pool.new_sequence()], [A]) as step:
+        for places in ([23], [-1], torch.tensor([[0]])):
+            with pytest.raises(InvalidValueError, match=r"^places "):
+                forward_step(model, step, places)
+        for places in (torch.tensor([0.0]), torch.tensor([True]), "last"):
+            with pytest.raises(InvalidTypeError, match=r"^places "):
+                forward_step(model, step, places)
+        step.abort()

@@ -23,6 +23,8 @@ Examples:
   kvcache generate "What is the capital of France?" --compare
 
   kvcache generate --prompt-file report.txt --model ./my-model --json
+
+  kvcache generate --prompt-file "correct this.txt" --prompt-lookup 10
 """
 
 
@@ -48,6 +50,7 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Run it again without a cache and show both side by side.")
     ] = False,
+    prompt_lookup: options.PromptLookup = 0,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -72,6 +75,8 @@ def generate(
         raise InvalidValueError("--storage says how a cache keeps rows; leave --no-cache out")
     if compare and not cache:
         raise InvalidValueError("--compare runs with and without a cache; leave --no-cache out")
+    if prompt_lookup and not cache:
+        raise InvalidValueError("--prompt-lookup goes back in a cache where it was wrong; leave --no-cache out")
     if min_new_tokens > max_new_tokens:
         raise InvalidValueError(
             f"--min-new-tokens is {min_new_tokens}; expected at most --max-new-tokens = {max_new_tokens}"
@@ -95,6 +100,7 @@ def generate(
             "top_p": top_p,
             "min_p": min_p,
             "repetition_penalty": repetition_penalty,
+            "prompt_lookup_num_tokens": prompt_lookup,
             "seed": secrets.randbelow(2**31) if seed is None else seed,
         }
         continued = run.Text(*loaded, prompt_ids, generation)
@@ -115,6 +121,10 @@ def generate(
         try:
             first = continued.through_engine(kept, show)
         except NotSupportedError as error:
+            if prompt_lookup:
+                raise NotSupportedError(
+                    f"--prompt-lookup is the engine's, in which {model} cannot run: {error}; leave it out"
+                ) from error
             why = f"{model} cannot run in the engine, so transformers runs it: {error}"
             messages.print(why, markup=False, soft_wrap=True)
             first = continued.through_transformers(kept, show)

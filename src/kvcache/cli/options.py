@@ -48,6 +48,14 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     float, typer.Option(help="Above 1 makes repeating a token less likely.", rich_help_panel=SAMPLING)
 ]
+PromptLookup = Annotated[
+    int,
+    typer.Option(
+        help="Propose up to this many tokens a step, looked up in the text itself; 0: none. The text is the same, and "
+        "comes in fewer steps where it repeats what was said.",
+        min=0,
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", min=0, rich_help_panel=SAMPLING)]
 
 

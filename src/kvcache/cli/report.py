@@ -10,11 +10,13 @@ from rich.table import Table
 from kvcache.cli import units
 from kvcache.cli.run import Run
 from kvcache.costs import count_qkv_projections
+from kvcache.engine import Speculation
 
 
 def projections_with_cache(run: Run) -> int:
     """Return the Q, K, V projections a layer: three for each token processed; the last one sampled never is."""
-    return count_qkv_projections(run.prompt_tokens, len(run.token_ids) - 1, use_cache=True)["total_projections"]
+    num_new = run.num_processed - run.prompt_tokens
+    return count_qkv_projections(run.prompt_tokens, num_new, use_cache=True)["total_projections"]
 
 
 def projections_without_cache(run: Run) -> int:
@@ -44,6 +46,12 @@ def as_data(run: Run) -> dict[str, Any]:
         "total_seconds": run.total_seconds,
         "prefill_tokens_per_second": run.prefill_tokens_per_second,
         "decode_tokens_per_second": run.decode_tokens_per_second,
+        "speculation": None
+        if run.completion.speculation is None
+        else {
+            "proposed_tokens": run.completion.speculation.num_proposed,
+            "accepted_tokens": run.completion.speculation.num_accepted,
+        },
         "qkv_projections_per_layer": {
             "with_cache": projections_with_cache(run),
             "without_cache": projections_without_cache(run),
@@ -125,6 +133,9 @@ def _account_table(run: Run) -> Table:
     if (rate := run.decode_tokens_per_second) is not None:
         duration = f"{units.seconds(run.decode_seconds)} for {units.count(generated - 1, 'token')}"
         table.add_row("Decode", f"{units.rate(rate)}, {duration}")
+    if (speculation := run.completion.speculation) is not None:
+        steps = units.count(generated - speculation.num_accepted, "step")
+        table.add_row("Proposed", f"{_accepted(speculation)} accepted: {generated:,} tokens in {steps}")
     if run.cache is None:
         table.add_row("Cache", "none: every token computed the whole sequence again")
     else:
@@ -137,6 +148,10 @@ def _account_table(run: Run) -> Table:
     ratio = f" ({without / with_cache:.1f}x)" if without > with_cache else ""
     table.add_row("Q, K, V", f"{with_cache:,} projections a layer with a cache, {without:,} without{ratio}")
     return table
+
+
+def _accepted(speculation: Speculation) -> str:
+    return f"{speculation.num_accepted:,} of {speculation.num_proposed:,}"
 
 
 def _comparison_table(cached: Run, uncached: Run) -> Table:
@@ -154,6 +169,8 @@ def _comparison_table(cached: Run, uncached: Run) -> Table:
     table.add_row("Decode", *("-" if rate is None else units.rate(rate) for rate in rates))
     ours, theirs = projections_with_cache(cached), projections_without_cache(uncached)
     table.add_row("Q, K, V a layer", f"{ours:,}", f"{theirs:,}", f"{theirs / ours:.2f}x")
+    if (speculation := cached.completion.speculation) is not None:
+        table.add_row("Proposed, accepted", _accepted(speculation), "none")
     if cached.cache is not None:
         table.add_row("Cache", units.size(cached.cache.stored_nbytes), "none")
     return table

@@ -58,6 +58,13 @@ class Run:
         return self.completion.token_ids
 
     @property
+    def num_processed(self) -> int:
+        """Tokens that the model ran over with a cache: the last one never, and those proposed for nothing too."""
+        proposed = self.completion.speculation
+        num_rejected = 0 if proposed is None else proposed.num_proposed - proposed.num_accepted
+        return self.prompt_tokens + len(self.token_ids) - 1 + num_rejected
+
+    @property
     def total_seconds(self) -> float:
         """Seconds from the prompt to the last token."""
         return self.completion.timings.total
@@ -170,7 +177,8 @@ class Text:
     @torch.inference_mode()
     def _completion(self, next_logits: Callable[[list[int]], torch.Tensor], on_text: OnText) -> Completion:
         warn_of_what_is_not_done(self._model.generation_config)
-        options = options_of(self._model.generation_config, self._options)
+        one_by_one = self._options | {"prompt_lookup_num_tokens": 0}
+        options = options_of(self._model.generation_config, one_by_one)
         request = Request(self._prompt_ids, options, self._tokenizer, on_text=lambda _, piece: on_text(piece))
         request.started = request.made
         branch = Branch(request, 0, self._model.device)

@@ -9,8 +9,8 @@
 `kvcache.hf.NativeDecoder` makes the description of a transformers model, and runs steps of a pool with it.
 """
 
-from kvcache.decoder.description import DecoderDescription, DecoderLayer, Linear, Norm
+from kvcache.decoder.description import DecoderDescription, DecoderLayer, Embedding, Linear, Norm
 from kvcache.decoder.few_rows import FewRows
 from kvcache.decoder.many_rows import ManyRows
 
-__all__ = ["DecoderDescription", "DecoderLayer", "FewRows", "Linear", "ManyRows", "Norm"]
+__all__ = ["DecoderDescription", "DecoderLayer", "Embedding", "FewRows", "Linear", "ManyRows", "Norm"]

@@ -58,6 +58,19 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Embedding:
+    """What enters the first layer for an id: its row of `weight` (vocabulary, hidden), times `scale`, in its dtype."""
+
+    weight: torch.Tensor
+    scale: float = 1.0
+
+    def of(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows (N, hidden) of ids (N,)."""
+        rows = torch.nn.functional.embedding(ids, self.weight)
+        return rows if self.scale == 1.0 else rows * self.scale
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
     """One layer; see the top of this file.
 
@@ -103,7 +116,7 @@ class DecoderDescription:
     """A whole decoder.
 
     Args:
-        embed: returns what enters the first layer for ids (N,): (N, hidden).
+        embedding: of ids.
         layers: in order.
         norm, head: of the logits.
         head_softcap: logits become `head_softcap * tanh(logits / head_softcap)`; None: not.
@@ -111,7 +124,7 @@ class DecoderDescription:
         max_positions: for which `rotary` may be asked; None: any.
     """
 
-    embed: Callable[[torch.Tensor], torch.Tensor]
+    embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     norm: Norm
     head: Linear

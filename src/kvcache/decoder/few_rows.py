@@ -11,10 +11,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from kvcache import native
-from kvcache.decoder.description import DecoderDescription, DecoderLayer, Linear, Norm
+from kvcache.decoder.description import DecoderDescription, DecoderLayer, Embedding, Linear, Norm
 from kvcache.decoder.rotary import RotaryTables
+from kvcache.errors import InvalidValueError
 from kvcache.storage.pool import BlockPool
-from kvcache.storage.step import Step
+from kvcache.storage.step import KindRows, Step
 
 BEST = -1  # of native.kernels.INSTRUCTION_SETS
 
@@ -36,7 +37,12 @@ class FewRows:
         self._kinds = list(dict.fromkeys(layer.spec.kind for layer in decoder.layers))
         layers = [self._layer_of(layer) for layer in decoder.layers]
         self._native = _kernels().make_decoder(
-            decoder.hidden_size, layers, _norm(decoder.norm), _matrix(decoder.head), decoder.head_softcap or 0.0
+            decoder.hidden_size,
+            _embedding(decoder.embedding),
+            layers,
+            _norm(decoder.norm),
+            _matrix(decoder.head),
+            decoder.head_softcap or 0.0,
         )
         self._blocks: WeakKeyDictionary[BlockPool, Any] = WeakKeyDictionary()
 
@@ -45,42 +51,25 @@ class FewRows:
 
         Default: each sequence's last token.
         """
-        tokens = step.tokens[0]
-        x = self._decoder.embed(tokens).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        vocabulary = len(self._decoder.embedding.weight)
         rows = step.take_over()
-        if places is None:
-            places = step.last
-        logits = torch.empty(len(places), self._decoder.head.weight.shape[0])
+        if (largest := max(rows.ids)) >= vocabulary:
+            raise InvalidValueError(f"tokens has the id {largest}; expected ids below the vocabulary's {vocabulary}")
+        wanted = [first - 1 for first in rows.firsts[1:]] if places is None else places.tolist()
+        logits = torch.empty(len(wanted), self._decoder.head.weight.shape[0])
         tables = self._tables.upto(step.longest)
         pool = step.pool
         if (blocks := self._blocks.get(pool)) is None:
             blocks = self._blocks[pool] = _kernels().make_blocks([_blocks_of(store) for store in pool.stores])
-        kinds = [rows.kinds[kind] for kind in self._kinds]
         self._native.run(
             self._instruction_set,
-            x.data_ptr(),
-            len(tokens),
-            rows.positions.data_ptr(),
-            rows.firsts.data_ptr(),
-            len(step.sequences),
-            max(step.num_tokens),
-            [
-                (
-                    targets.blocks.data_ptr(),
-                    targets.rows.data_ptr(),
-                    sources.block_table.data_ptr(),
-                    sources.block_table.shape[1],
-                    sources.block_table.shape[1] * pool.block_size,
-                    sources.lengths.data_ptr(),
-                    window or 0,
-                    sinks,
-                )
-                for targets, sources, (window, sinks) in kinds
-            ],
+            rows.ids,
+            rows.positions,
+            rows.firsts,
+            [_kind(rows.kinds[kind]) for kind in self._kinds],
             blocks,
             [(tables[name].cos.data_ptr(), tables[name].sin.data_ptr()) for name in self._rotary],
-            places.data_ptr(),
-            len(places),
+            wanted,
             logits.data_ptr(),
             torch.get_num_threads(),
         )
@@ -123,6 +112,14 @@ def _matrix(linear: Linear) -> tuple[int, ...]:
     stride = weight.stride(0) * weight.element_size()
     scales_at = 0 if scales is None else scales.data_ptr()
     return weight.data_ptr(), kind, *weight.shape, stride, scales_at, *_numbers(linear.bias)
+
+
+def _embedding(embedding: Embedding) -> tuple[Any, ...]:
+    return *_numbers(embedding.weight), embedding.weight.stride(0) * embedding.weight.element_size(), embedding.scale
+
+
+def _kind(rows: KindRows) -> tuple[Any, ...]:
+    return rows.blocks, rows.rows, rows.tables, rows.lengths, rows.window or 0, rows.sinks
 
 
 def _blocks_of(store: Any) -> tuple[Any, ...]:

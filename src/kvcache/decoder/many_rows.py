@@ -32,7 +32,7 @@ class ManyRows:
 
     def run(self, step: Step, places: torch.Tensor | None = None) -> torch.Tensor:
         """As `FewRows.run`."""
-        x = self._decoder.embed(step.tokens[0]).float()
+        x = self._decoder.embedding.of(step.tokens[0]).float()
         tables = self._tables.upto(step.longest)
         positions = step.positions[0]
         turns = {name: (table.cos[positions], table.sin[positions]) for name, table in tables.items()}

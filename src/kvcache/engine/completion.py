@@ -27,6 +27,19 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """What came of tokens that were proposed.
+
+    Attributes:
+        num_proposed: tokens that were proposed and run.
+        num_accepted: those of them that were right, and behind which the text went on: each saved a step.
+    """
+
+    num_proposed: int
+    num_accepted: int
+
+
+@dataclass(frozen=True)
 class Completion:
     """A text that was generated.
 
@@ -37,6 +50,7 @@ class Completion:
         usage: tokens of the prompt, those of them whose keys and values were there and were read, and new ones.
         timings: when it was done.
         logprobs: of each new token, if they were asked for.
+        speculation: what came of tokens that were proposed; None without `prompt_lookup_num_tokens`.
     """
 
     text: str
@@ -45,6 +59,7 @@ class Completion:
     usage: Usage
     timings: Timings
     logprobs: list[TokenLogprobs] | None = None
+    speculation: Speculation | None = None
 
 
 Outcome = list[Completion] | Exception  # of a request: its texts, or what ended it

@@ -11,6 +11,7 @@ from kvcache.checks import check_bool, check_float, check_int
 from kvcache.errors import InvalidTypeError, InvalidValueError
 
 MAX_NEW_TOKENS = 256  # where neither the request nor the model says
+NGRAM_SIZE, MAX_NGRAM_SIZE = 2, 16  # transformers' default; each size takes memory for every token of the text
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Options:
         stop_strings: end the text before the first of these.
         eos_token_id: the ids that end it.
         logprobs: None, or for each token its log-probability and those of so many likeliest ones.
+        prompt_lookup_num_tokens: tokens that are proposed at most in a step, those that followed the last n-gram of the
+            text before, >= 0; 0: none. The text is the same, in fewer steps where it repeats itself.
+        max_matching_ngram_size: tokens of the longest n-gram that is looked for, 1 to 16.
     """
 
     max_new_tokens: int
@@ -46,6 +50,8 @@ class Options:
     stop_strings: tuple[str, ...]
     eos_token_id: tuple[int, ...]
     logprobs: int | None
+    prompt_lookup_num_tokens: int
+    max_matching_ngram_size: int
 
     def limited(self, most: int) -> "Options":
         """Return the options with at most so many new tokens."""
@@ -103,7 +109,18 @@ def options_of(config: Any, given: Mapping[str, Any]) -> Options:
         stop_strings=_stop_strings(option("stop_strings", ())),
         eos_token_id=_ids(option("eos_token_id", ())),
         logprobs=None if logprobs is None else check_int("logprobs", logprobs, minimum=0),
+        prompt_lookup_num_tokens=check_int(
+            "prompt_lookup_num_tokens", option("prompt_lookup_num_tokens", 0), minimum=0
+        ),
+        max_matching_ngram_size=_ngram_size(option("max_matching_ngram_size", NGRAM_SIZE)),
     )
+
+
+def _ngram_size(value: Any) -> int:
+    size = check_int("max_matching_ngram_size", value, minimum=1)
+    if size > MAX_NGRAM_SIZE:
+        raise InvalidValueError(f"max_matching_ngram_size is {size}; expected an integer in [1, {MAX_NGRAM_SIZE}]")
+    return size
 
 
 def _number(name: str, value: Any, least: float, most: float = math.inf, above: bool = False) -> float:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from kvcache.engine.completion import Completion, FinishReason, Outcome, Timings
+from kvcache.engine.completion import Completion, FinishReason, Outcome, Speculation, Timings
+from kvcache.engine.lookup import PromptLookup
 from kvcache.engine.options import Options
 from kvcache.engine.sampling import Sampler, TokenLogprobs
 from kvcache.engine.stops import StopStrings
@@ -74,6 +75,9 @@ class Branch:
         self.tokens = request.ids[:]
         self.sequence: Sequence | None = None
         self.completion: Completion | None = None
+        options = request.options
+        num_proposed = options.prompt_lookup_num_tokens
+        self.lookup = PromptLookup(num_proposed, options.max_matching_ngram_size) if num_proposed else None
         self._sampler = Sampler(request.options, index, len(request.ids), device)
         self._device = device
         self._detokenizer = Detokenizer(request.tokenizer)
@@ -102,11 +106,26 @@ class Branch:
         """Whether the next token is the likeliest by the model's own logits."""
         return self._sampler.takes_the_likeliest
 
-    def siblings(self) -> "list[Branch]":
-        """Return the other texts of the request, which begin behind its prompt as this one does."""
-        return [
-            Branch(self.request, index, self._device) for index in range(1, self.request.options.num_return_sequences)
-        ]
+    def missing_siblings(self) -> "list[Branch]":
+        """Give the request its other texts, which begin behind its prompt as this one does, and return those."""
+        request = self.request
+        indices = range(len(request.branches), request.options.num_return_sequences)
+        siblings = [Branch(request, index, self._device) for index in indices]
+        request.branches += siblings
+        return siblings
+
+    def propose(self, most: int) -> list[int]:
+        """Return tokens that may come next, at most so many, of which none would end the text or be its last.
+
+        None before its first token, with which the request's texts part.
+        """
+        count, options = len(self.tokens) - len(self.request.ids), self.request.options
+        most = min(most, options.max_new_tokens - count - 1)
+        if self.lookup is None or count == 0 or most < 1:
+            return []
+        proposed = self.lookup.propose(self.tokens, most)
+        ends = (place for place, token in enumerate(proposed) if token in options.eos_token_id)
+        return proposed[: next(ends, None)]
 
     def pick(self, logits: torch.Tensor) -> None:
         """Take the next token from its logits (vocabulary,)."""
@@ -135,7 +154,7 @@ class Branch:
         if self._stops.is_hit:
             reason = "stop"
         self._show(self._stops.finish())
-        request, count = self.request, len(self.tokens) - len(self.request.ids)
+        request, lookup, count = self.request, self.lookup, len(self.tokens) - len(self.request.ids)
         cached = request.num_cached or 0
         timings = Timings(
             queue=(request.started or time.perf_counter()) - request.made,
@@ -150,6 +169,7 @@ class Branch:
             usage=Usage(len(request.ids), cached, len(request.ids) - cached, count),
             timings=timings,
             logprobs=None if request.options.logprobs is None else self._logprobs,
+            speculation=None if lookup is None else Speculation(lookup.num_proposed, lookup.num_accepted),
         )
 
     def _push(self, text: str) -> None:

@@ -5,7 +5,8 @@
        +------ preempt -------+        gives its blocks back; what it had computed runs again, or is found
 
 Each step has a token of every running text whose prompt has run, and parts of prompts as far as the step's budget goes,
-the oldest first. Where blocks are short, the newest running text is preempted, so that the oldest always goes on.
+the oldest first; what that leaves goes to tokens that texts propose. Where blocks are short, nothing is proposed, and
+then the newest running text is preempted, so that the oldest always goes on.
 """
 
 import time
@@ -15,6 +16,7 @@ from contextlib import suppress
 
 import torch
 
+from kvcache.engine.picking import Part, pick, places_of, propose
 from kvcache.engine.request import Branch, Request
 from kvcache.errors import InvalidValueError, OutOfBlocksError
 from kvcache.prefix import PrefixCache
@@ -27,7 +29,8 @@ class Scheduler:
 
     Args:
         prefixes: of the pool.
-        forward: returns the logits (B, vocabulary) of each sequence's last token in a step.
+        forward: returns the logits (R, vocabulary) at some places among a step's tokens, int64 (R,); where these are
+            None, of each sequence's last token.
         max_step_tokens: tokens that run in one step, those of texts whose prompt has run first; at least one of a
             prompt; >= 1.
         max_running: texts that run at once at most, >= 1.
@@ -38,7 +41,7 @@ class Scheduler:
     def __init__(
         self,
         prefixes: PrefixCache,
-        forward: Callable[[Step], torch.Tensor],
+        forward: Callable[[Step, torch.Tensor | None], torch.Tensor],
         max_step_tokens: int = 512,
         max_running: int = 64,
     ) -> None:
@@ -107,19 +110,21 @@ class Scheduler:
         self._admit()
         if not self.running:
             return False
-        batch: list[tuple[Branch, list[int]]] = []
+        parts: list[Part] = []
         try:
-            batch, step = self._reserve()
+            parts, step = self._reserve()
             with step:
-                logits = self._forward(step)
-            is_nan, likeliest = _read(logits)
+                logits = self._forward(step, places_of(parts, self.pool.device))
+                pick(parts, logits)
+                step.commit(keep=[part.num_kept for part in parts])
         except Exception as error:  # of the model, or of a device that has no memory left
-            for branch in [branch for branch, _ in batch] or self.running[:]:
+            for branch in [part.branch for part in parts] or self.running[:]:
                 self._end(branch.request, error)
             return True
-        for (branch, _), row, token, bad in zip(batch, logits, likeliest, is_nan, strict=True):
-            if not branch.waiting:  # else a part of its prompt is left, or its request has just ended
-                self._pick(branch, row, token, bad)
+        for part in parts:
+            self._settle(part)
+        for part in parts:  # once all of a request's texts that have ended have given their blocks back
+            self._note_end(part.branch.request)
         return True
 
     def _admit(self) -> None:
@@ -179,29 +184,34 @@ class Scheduler:
     def _place(self, branch: Branch) -> tuple[int, int]:
         return self._order[branch.request], branch.index
 
-    def _batch(self, max_tokens: int) -> list[tuple[Branch, list[int]]]:
+    def _parts(self, max_tokens: int) -> list[Part]:
         """Return the texts of a step with their tokens: those with one token left all, of others up to a number."""
         waiting = [(branch, branch.waiting) for branch in self.running]
         left = max(max_tokens - sum(len(tokens) == 1 for _, tokens in waiting), 1)
-        batch = []
+        parts = []
         for branch, tokens in waiting:
+            run = tokens
             if len(tokens) > 1:
-                tokens = tokens[:left]
-                left -= len(tokens)
-            if tokens:
-                batch.append((branch, tokens))
-        return batch
+                run = tokens[:left]
+                left -= len(run)
+            if run:
+                parts.append(Part(branch, run, is_last=len(run) == len(tokens)))
+        return parts
 
-    def _reserve(self) -> tuple[list[tuple[Branch, list[int]]], Step]:
-        """Return the next step; where blocks are short with fewer tokens, then with fewer texts."""
-        max_tokens = self._max_step_tokens
+    def _reserve(self) -> tuple[list[Part], Step]:
+        """Return the next step; where blocks are short without proposals, with fewer tokens, then with fewer texts."""
+        max_tokens, may_propose = self._max_step_tokens, True
         while True:
-            batch = self._batch(max_tokens)
-            sequences = [branch.sequence for branch, _ in batch if branch.sequence is not None]
+            parts = self._parts(max_tokens)
+            if may_propose:
+                propose(parts, max_tokens)
+            sequences = [part.branch.sequence for part in parts if part.branch.sequence is not None]
             try:
-                return batch, self.pool.step(sequences, [tokens for _, tokens in batch])
+                return parts, self.pool.step(sequences, [part.tokens + part.proposed for part in parts])
             except OutOfBlocksError:
-                if max_tokens > self.pool.block_size:
+                if any(part.proposed for part in parts):
+                    may_propose = False
+                elif max_tokens > self.pool.block_size:
                     max_tokens = max(max_tokens // 2, self.pool.block_size)
                 elif len(self.running) > 1:
                     self._preempt(self.running[-1])
@@ -235,45 +245,31 @@ class Scheduler:
             self.prefixes.publish(sequence)
         sequence.free()
 
-    def _pick(self, branch: Branch, logits: torch.Tensor, likeliest: int, is_nan: bool) -> None:
-        """Let a text, and those that begin with it here, take their next token from logits (vocabulary,)."""
-        try:
-            if is_nan:
-                raise InvalidValueError("the model's logits behind this prompt are NaN")
-            for text in [branch, *self._siblings(branch)]:
-                if text.takes_the_likeliest:
-                    text.take(likeliest)
-                else:
-                    text.pick(logits)
-                if text.completion is not None:
-                    self._stop(text)
-        except Exception as error:  # of its sampling or its tokenizer: the others go on
-            self._end(branch.request, error)
-        self._note_end(branch.request)
-
-    def _siblings(self, branch: Branch) -> list[Branch]:
-        """Return the other texts of a request once its prompt has run; as many as may run are forks of the first."""
-        request = branch.request
-        if len(request.branches) == request.options.num_return_sequences:
-            return []
-        siblings = branch.siblings()
-        request.branches += siblings
+    def _settle(self, part: Part) -> None:
+        """Let a text go on, or end, as its tokens in a step say, and start those that begin behind it."""
+        branch, request = part.branch, part.branch.request
+        if part.error is not None:
+            self._end(request, part.error)
+        if request.outcome is not None:  # by another of its texts too
+            return
         assert branch.sequence is not None
-        for sibling in siblings:
+        for sibling in part.siblings:
+            if sibling.completion is not None:
+                continue
             if len(self.running) < self._max_running:
                 sibling.sequence = branch.sequence.fork()
                 self._start(sibling)
             else:
                 insort(self.waiting, sibling, key=self._place)
-        return siblings
+        if branch.completion is not None:
+            self._stop(branch)
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
         if request.outcome is not None:
             return
         for branch in request.branches:
             self._stop(branch)
-        if len(request.branches) < request.options.num_return_sequences:
-            request.branches += request.branches[0].siblings()
+        request.branches[0].missing_siblings()
         try:
             for branch in request.branches:
                 if error is None and branch.completion is None:
@@ -296,9 +292,3 @@ class Scheduler:
         request.note_end()
         if request.outcome is not None:
             self._order.pop(request, None)
-
-
-def _read(logits: torch.Tensor) -> tuple[list[bool], list[int]]:
-    """Return of each row of logits (B, vocabulary) whether any is NaN, and the likeliest token."""
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return scores.isnan().any(dim=-1).tolist(), scores.argmax(dim=-1).tolist()

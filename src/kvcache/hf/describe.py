@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvcache.decoder import DecoderDescription, DecoderLayer, Linear, Norm
+from kvcache.decoder import DecoderDescription, DecoderLayer, Embedding, Linear, Norm
 from kvcache.decoder.description import Activation
 from kvcache.errors import InvalidValueError, NotSupportedError
 from kvcache.hf.cache import unchanged_positions
@@ -76,18 +76,14 @@ class _Reader:
     def description(self) -> tuple[DecoderDescription, Parts]:
         root = self.parts.module(self.model, "", None)
         base = self._own("model", "Model", "TextModel")
-        embeddings: Any = self.parts.child(base, "model", "embed_tokens")
-        if type(embeddings) is not nn.Embedding and type(embeddings).__module__ != type(base).__module__:
-            raise NotSupportedError(f"model.embed_tokens is a {type(embeddings).__name__}; expected the family's own")
-        self.parts.tensor(embeddings, "model.embed_tokens", "weight")
         layers = self.parts.child(base, "model", "layers")
         num_layers = len(self.spec.layers)
         read = tuple(self._layer(layers, index) for index in range(num_layers))
-        rotary = self._rotary(base)
+        embedding, rotary = self._embedding(base), self._rotary(base)
         cap = self.config.final_logit_softcapping if self.family.softcaps else None
         unchanged = unchanged_positions(self.config)
         description = DecoderDescription(
-            embed=embeddings,
+            embedding=embedding,
             layers=read,
             norm=self._norm(base, "model", "norm"),
             head=self._linear(root, "", "lm_head"),
@@ -95,8 +91,19 @@ class _Reader:
             rotary=rotary,
             max_positions=None if unchanged is None else unchanged.num_tokens,
         )
-        self._check_dtypes(description, embeddings.weight)
+        self._check_dtypes(description)
         return description, self.parts
+
+    def _embedding(self, base: nn.Module) -> Embedding:
+        path = "model.embed_tokens"
+        module: Any = self.parts.child(base, "model", "embed_tokens")
+        weight = self.parts.tensor(module, path, "weight")
+        if type(module) is nn.Embedding and module.max_norm is None:
+            return Embedding(weight)
+        is_own = type(module).__module__ == type(base).__module__
+        if not is_own or type(module).__name__ not in self._classes("TextScaledWordEmbedding"):
+            raise NotSupportedError(f"{path} is a {type(module).__name__}; expected a torch.nn.Embedding")
+        return Embedding(weight, float(self.parts.tensor(module, path, "embed_scale").to(weight.dtype)))
 
     def _own(self, path: str, *kinds: str) -> nn.Module:
         """Return a part of the model that must be of a class of its family."""
@@ -190,16 +197,18 @@ class _Reader:
             return {name: partial(_turns, module, layer_type=name) for name in names}
         return {name: partial(_turns, module) for name in names}
 
-    def _check_dtypes(self, description: DecoderDescription, embeddings: torch.Tensor) -> None:
-        tensors = {path: tensor for path, tensor in self.parts.tensors.items() if "rotary_emb" not in path}
-        for path, tensor in tensors.items():
+    def _check_dtypes(self, description: DecoderDescription) -> None:
+        dtype = description.embedding.weight.dtype
+        for path, tensor in self.parts.tensors.items():
+            if path.rpartition(".")[2] not in ("weight", "bias"):  # buffers, which are read once
+                continue
             if tensor.device.type != "cpu":
                 raise NotSupportedError(f"{path} is on {tensor.device}; expected all weights on the CPU")
             if tensor.dtype not in DTYPES:
                 raise NotSupportedError(f"{path} is {tensor.dtype}; expected float32, bfloat16 or float16")
-            if tensor.dtype != embeddings.dtype:
+            if tensor.dtype != dtype:
                 raise NotSupportedError(
-                    f"{path} is {tensor.dtype} and model.embed_tokens.weight {embeddings.dtype}; expected one dtype"
+                    f"{path} is {tensor.dtype} and model.embed_tokens.weight {dtype}; expected one dtype"
                 )
             if tensor.stride(-1) != 1:
                 raise NotSupportedError(f"{path} has strides {tuple(tensor.stride())}; expected rows in one piece")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ from kvcache.storage.step import Step
 Weights = Literal["int8"]
 
 FEW = 24  # tokens of a step: up to so many the kernels are faster than PyTorch's matrix products
+LOOK_EVERY = 8  # steps of single tokens; a look takes 4 % of a step of a small model
 _TRIED = 5  # tokens that are run both ways
 _TOLERANCE = 0.1  # of the logits' norm: rounding in 16 bits stays well below, another function does not
 
@@ -28,8 +30,9 @@ class NativeDecoder:
     """Runs a decoder over steps of a pool as `forward_step` does, near the speed at which memory gives its weights.
 
     The weights are the model's own, not copies. In float32 results equal transformers' to rounding; with 16-bit weights
-    what is between them is float32, so they are nearer to a run in float64 than transformers' are. Parts of the model
-    that are exchanged later are noticed at the next step, and read anew. No gradient flows.
+    what is between them is float32, so they are nearer to a run in float64 than transformers' are. What is done to the
+    weights in place holds from the next step on. Parts of the model that are exchanged are noticed at the next step
+    that has several tokens of a text, or after 8 steps, and read anew. No gradient flows.
 
     Args:
         model: of Llama's kind (Llama, SmolLM2, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3), on the CPU, all weights
@@ -62,6 +65,8 @@ class NativeDecoder:
         self._model = model
         self._weights = weights
         self._product_dtype = product_dtype
+        self._steps_since_look = 0
+        self._pools: WeakSet[BlockPool] = WeakSet()  # that were found to be for this model
         self._read()
 
     @property
@@ -86,13 +91,25 @@ class NativeDecoder:
                 these tokens. Nothing has been stored.
             NotSupportedError: the model was changed meanwhile, and does not fit any more.
         """
-        check_step_of(self._model, step)
+        self._check(step)
         if places is not None:
             places = check_int_tensor("places", places, (None,), "(R,)", step.pool.device).contiguous()
             check_range("places", places, 0, sum(step.num_tokens) - 1)
-        if self._has_changed():
-            self._read()
+        self._steps_since_look += 1
+        if self._steps_since_look >= LOOK_EVERY or max(step.num_tokens) > 1:
+            if self._has_changed():
+                self._read()
+            self._steps_since_look = 0  # only now: where the model is refused, the next step looks again
         return self._run(step, places)
+
+    def _check(self, step: Step) -> None:
+        if isinstance(step, Step) and step.pool in self._pools:  # what remains of the checks, as it can change
+            step.check_open()
+            limit = self._description.max_positions
+            if limit is None or step.longest <= limit:
+                return
+        check_step_of(self._model, step)
+        self._pools.add(step.pool)
 
     def _run(self, step: Step, places: torch.Tensor | None) -> torch.Tensor:
         if sum(step.num_tokens) <= FEW and _kernels_take(step.pool):
@@ -110,6 +127,7 @@ class NativeDecoder:
         if self._weights is not None:
             description = _compressed(description)
             ways = self._ways(description)
+        self._pools.clear()
         # Only now, so that a model that does not fit any more is read, and refused, in every step.
         self._description, self._parts, self._versions, (self._few, self._many) = description, parts, versions, ways
 

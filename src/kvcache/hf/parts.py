@@ -7,6 +7,7 @@ from torch import nn
 
 from kvcache import native
 from kvcache.errors import NotSupportedError
+from kvcache.prefix.weights import is_own_hook
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -23,9 +24,13 @@ class Parts:
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._model = model
-        self._modules: list[tuple[dict[str, Any], str, nn.Module, type]] = []  # where it stands, its name there, it
-        self._places: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []  # and the address of its numbers
-        self._attributes: list[dict[str, Any]] = []  # of each module, as nn.Module and who patches them keep them
+        self._addresses: list[int] = []  # of the tensors' numbers
+        self._holders: list[dict[str, Any]] = []  # where each part stands
+        self._names: list[str] = []  # its name there
+        self._parts: list[Any] = []
+        self._attributes: list[dict[str, Any]] = []  # of the modules
+        self._hooks: list[dict[int, Any]] = []  # of those below the model
+        self._model_hooks = [vars(model)[name] for name in _HOOKS]
 
     def module(self, module: nn.Module, path: str, classes: tuple[str, ...] | None) -> nn.Module:
         """Note a module that nobody has put something around, of one of these classes of the model's own file.
@@ -40,9 +45,12 @@ class Parts:
             raise NotSupportedError(f"{where} is a {type(module).__name__}; expected {' or '.join(classes)}")
         if "forward" in vars(module):
             raise NotSupportedError(f"{where} has a forward of its own")
-        if _has_hooks(vars(module)):
+        hooks = [vars(module)[name] for name in _HOOKS]
+        if _are_around(hooks):
             raise NotSupportedError(f"{where} has forward hooks")
         self._attributes.append(vars(module))
+        if module is not self._model:
+            self._hooks += hooks
         return module
 
     def child(self, owner: nn.Module, path: str, name: str, classes: tuple[str, ...] | None = None) -> nn.Module:
@@ -51,7 +59,7 @@ class Parts:
         child = owner._modules.get(name)
         if child is None:
             raise NotSupportedError(f"the model has no {where}")
-        self._modules.append((owner._modules, name, child, type(child)))
+        self._note(owner._modules, name, child)
         return self.module(child, where, classes)
 
     def own(self, path: str, classes: tuple[str, ...]) -> nn.Module:
@@ -59,7 +67,7 @@ class Parts:
         return self.child(self._model, "", path, classes)
 
     def tensor(self, owner: nn.Module, path: str, name: str) -> torch.Tensor:
-        """Note and return a parameter or buffer of a module.
+        """Note a parameter or buffer of a module, and return one that keeps its memory whatever becomes of the first.
 
         Raises:
             NotSupportedError: it has no memory of its own, as on the meta device or a tensor subclass.
@@ -70,30 +78,32 @@ class Parts:
             raise NotSupportedError(f"the model has no {where}")
         if type(tensor) not in native.PLAIN_TYPES or tensor.is_meta or tensor.layout is not torch.strided:
             raise NotSupportedError(f"{where} is a {type(tensor).__name__} on {tensor.device}; expected a plain tensor")
-        self._places.append((held, name, tensor, tensor.data_ptr()))
+        self._note(held, name, tensor)
+        self._addresses.append(tensor.data_ptr())
         self.tensors[where] = tensor
-        return tensor
+        return tensor.detach()
 
     @property
     def are_the_same(self) -> bool:
         """Whether all parts are still in their places, with nothing around them."""
-        for held, name, module, kind in self._modules:
-            if held.get(name) is not module or type(module) is not kind:
-                return False
-        for held, name, tensor, address in self._places:
-            if held.get(name) is not tensor or tensor.data_ptr() != address:
-                return False
-        return not any("forward" in attributes or _has_hooks(attributes) for attributes in self._attributes)
+        assert native.kernels is not None  # whose loops are fast
+        return (
+            native.kernels.are_in_place(self._holders, self._names, self._parts, self._attributes, "forward")
+            and list(map(torch.Tensor.data_ptr, self.tensors.values())) == self._addresses
+            and not any(self._hooks)
+            and not _are_around(self._model_hooks)
+        )
 
     @property
     def versions(self) -> list[int]:
         """How often each tensor was written, as far as PyTorch knows."""
-        return [0 if tensor.is_inference() else tensor._version for _, _, tensor, _ in self._places]
+        return [0 if tensor.is_inference() else tensor._version for tensor in self.tensors.values()]
+
+    def _note(self, holder: dict[str, Any], name: str, part: Any) -> None:
+        self._holders.append(holder)
+        self._names.append(name)
+        self._parts.append(part)
 
 
-def _has_hooks(attributes: dict[str, Any]) -> bool:
-    return any(not _is_own(hook) for name in _HOOKS if attributes[name] for hook in attributes[name].values())
-
-
-def _is_own(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith("kvcache.")
+def _are_around(hooks: list[dict[int, Any]]) -> bool:
+    return any(not is_own_hook(hook) for some in hooks for hook in some.values())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
+from kvcache.checks import check_int_tensor, check_range
 from kvcache.errors import InvalidTypeError, InvalidValueError, NotSupportedError
 from kvcache.hf.attention import use_attention
 from kvcache.hf.cache import unchanged_positions
@@ -26,8 +27,8 @@ from kvcache.storage.step import Step
 _fitting: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[CacheSpec, str]]" = weakref.WeakKeyDictionary()
 
 
-def forward_step(model: PreTrainedModel, step: Step) -> torch.Tensor:
-    """Run a decoder over a step's new tokens and return the logits (B, vocabulary) of each sequence's last one.
+def forward_step(model: PreTrainedModel, step: Step, places: torch.Tensor | None = None) -> torch.Tensor:
+    """Run a decoder over a step's new tokens and return the logits (R, vocabulary) at some of them.
 
     It stores the new rows in every layer; to commit the step, or to abort it where this raises, is left to the `with`
     that holds it. Rows are stored detached, so no gradient flows into keys and values. Meanwhile the model's attention
@@ -36,12 +37,15 @@ def forward_step(model: PreTrainedModel, step: Step) -> torch.Tensor:
     Args:
         model: a transformers decoder on the pool's device, whose attention is exchangeable.
         step: open, with no layer appended, of a pool whose spec is `CacheSpec.from_config(model.config)`.
+        places: int64 (R,), of the tokens among the step's N whose logits are wanted; default `step.last`, each
+            sequence's last one.
 
     Raises:
-        InvalidTypeError: `model` is no transformers decoder, or `step` no `Step`.
+        InvalidTypeError: `model` is no transformers decoder, `step` no `Step`, or `places` are no integers.
         InvalidValueError: the model's attention is not exchangeable, a layer keeps something else than keys and values,
-            the pool's layers or its device are others than the model's, the step is over, or positions go beyond those
-            from which on the model's rotary tables depend on the length. Nothing has been stored.
+            the pool's layers or its device are others than the model's, the step is over, `places` are not one row in
+            [0, N) on that device, or positions go beyond those from which on the model's rotary tables depend on the
+            length. Nothing has been stored.
         NotSupportedError: the model takes no position_ids, or is not causal: nothing has been stored. Or it makes more
             of its keys, values or mask than handing them to attention, attends with dropout, or with anything else that
             a step does not know: then the step is to be aborted.
@@ -55,13 +59,14 @@ def forward_step(model: PreTrainedModel, step: Step) -> torch.Tensor:
     """
     check_decoder_only(model)
     _check_step(step)
+    wanted = step.last if places is None else _checked_places(places, step)
     with use_attention(model):
         parameters = parameters_of_forward(type(model).forward)
         _check_model_takes_steps(model, parameters)
         _check_fits(model, step)
         options: dict[str, Any] = {CACHE_ARGUMENT: Cache([StepLayer(step, i) for i in range(len(step.pool.stores))])}
         if keeps_last := "logits_to_keep" in parameters:
-            options["logits_to_keep"] = step.last
+            options["logits_to_keep"] = wanted
         output = model(
             input_ids=step.tokens,
             attention_mask=mask_of_step(step),
@@ -71,7 +76,7 @@ def forward_step(model: PreTrainedModel, step: Step) -> torch.Tensor:
             **options,
         )
     logits: torch.Tensor = output.logits[0]
-    return logits if keeps_last else logits[step.last]
+    return logits if keeps_last else logits[wanted]
 
 
 def check_step_of(model: PreTrainedModel, step: Step) -> None:
@@ -84,6 +89,12 @@ def _check_step(step: Any) -> None:
     if not isinstance(step, Step):
         raise InvalidTypeError(f"step is a {type(step).__name__}; expected a Step, which pool.step(...) returns")
     step.check_open()
+
+
+def _checked_places(places: Any, step: Step) -> torch.Tensor:
+    checked = check_int_tensor("places", places, (None,), "(R,)", step.pool.device)
+    check_range("places", checked, 0, sum(step.num_tokens) - 1)
+    return checked
 
 
 def _check_model_takes_steps(model: PreTrainedModel, parameters: tuple[str, ...]) -> None:

@@ -108,11 +108,12 @@ Widths widths_of(const Decoder& d) {
 class Run {
  public:
   // Memory of the calling thread, which stays for its next step.
-  Run(const Decoder& d, DecoderStep& s) : d(d), s(s), n(s.num_tokens), width(widths_of(d)) {
+  Run(const Decoder& d, const DecoderStep& s)
+      : d(d), s(s), n(s.ids.size()), places(s.places.size()), width(widths_of(d)) {
     thread_local PlanMemory rows_memory;
     thread_local std::vector<PlanMemory> plan_memory;
-    const int64_t of_a_thread = max(n, s.num_places) * width.hidden + 2 * TILE_ROWS * n + 16;
-    const int64_t of_all = n * (width.q + width.kv_k + width.kv_v + width.attended + width.inner + width.hidden);
+    const int64_t of_a_thread = max(n, places) * width.hidden + 2 * TILE_ROWS * n + 16;
+    const int64_t of_all = n * (width.q + width.kv_k + width.kv_v + width.attended + width.inner + 2 * width.hidden);
     own_size = whole_vectors(of_a_thread);
     float* memory = rows_memory.floats(of_all + s.threads * own_size);
     for (float* x = memory; x < memory + of_all; ++x) *x = 0.0f;  // what pads rows stays 0
@@ -123,6 +124,7 @@ class Run {
     };
     q = rows(width.q), k = rows(width.kv_k), v = rows(width.kv_v);
     attended = rows(width.attended), inner = rows(width.inner), added = rows(width.hidden);
+    x = rows(width.hidden);
     own = memory;
     plan_memory.resize(max(int64_t(plan_memory.size()), int64_t(s.kinds.size())));
     plans.resize(s.kinds.size());
@@ -140,21 +142,22 @@ class Run {
 #endif
     {
       float* mine = own + team_place() * own_size;
-      float* tile = mine + max(n, s.num_places) * width.hidden;
+      float* tile = mine + max(n, places) * width.hidden;
       for (float* x = mine; x < tile; ++x) *x = 0.0f;
+      embed();
       for (size_t i = 0; i < d.layers.size(); ++i) run_layer(i, mine, tile);
-      for (int64_t r = 0; r < s.num_places; ++r)
-        normalise(d.norm, s.x + s.places[r] * d.hidden, d.hidden, mine + r * width.hidden);
+      for (int64_t r = 0; r < places; ++r)
+        normalise(d.norm, x + s.places[r] * width.hidden, d.hidden, mine + r * width.hidden);
       for_tiles(d.head.rows, [&](int64_t first, int count) { head_tile(first, count, mine, tile); });
     }
   }
 
  private:
   const Decoder& d;
-  DecoderStep& s;
-  const int64_t n;
+  const DecoderStep& s;
+  const int64_t n, places;
   const Widths width;
-  float *q, *k, *v, *attended, *inner, *added;  // rows of all tokens
+  float *q, *k, *v, *attended, *inner, *added, *x;  // rows of all tokens; x is what goes from layer to layer
   float* own;                                   // own_size for each thread: normed rows, and tiles of products
   int64_t own_size;
   std::vector<Plan> plans;  // of each kind of layers
@@ -167,10 +170,12 @@ class Run {
     Attention a = {};
     a.q = q, a.q_format = Format::Float32, a.q_strides = {0, layer.k_dim, width.q};
     a.k = blocks.k, a.v = blocks.v;
-    a.batch = int(s.batch), a.heads = layer.heads, a.kv_heads = layer.kv_heads, a.queries = int(s.most_queries);
+    a.batch = int(s.batch), a.heads = layer.heads, a.kv_heads = layer.kv_heads, a.queries = 1;
     a.group = layer.heads / layer.kv_heads;
-    a.block_size = blocks.block_size, a.num_blocks = blocks.num_blocks, a.num_slots = kind.num_slots;
-    a.table = kind.table, a.table_stride = kind.table_stride, a.lengths = kind.lengths, a.firsts = s.firsts;
+    for (int64_t b = 0; b < s.batch; ++b) a.queries = int(max(a.queries, s.firsts[b + 1] - s.firsts[b]));
+    a.block_size = blocks.block_size, a.num_blocks = blocks.num_blocks, a.num_slots = kind.table_stride * blocks.block_size;
+    a.table = kind.table.data(), a.table_stride = kind.table_stride, a.lengths = kind.lengths.data();
+    a.firsts = s.firsts.data();
     a.window = kind.window, a.sinks = kind.sinks, a.scale = layer.scale, a.softcap = layer.softcap;
     a.out = attended, a.out_strides = {0, layer.v_dim, width.attended};
     a.threads = s.threads;
@@ -187,8 +192,8 @@ class Run {
             1,
             layer.kv_heads,
             n,
-            kind.blocks,
-            kind.rows,
+            kind.blocks.data(),
+            kind.rows.data(),
             0,
             s.threads};
   }
@@ -203,8 +208,31 @@ class Run {
     for (int64_t t = 0; t < tiles; ++t) use(t * TILE_ROWS, int(min(TILE_ROWS, rows - t * TILE_ROWS)));
   }
 
+  void embed() const {
+#if defined(_OPENMP)
+#pragma omp for schedule(static)
+#endif
+    for (int64_t i = 0; i < n; ++i) {
+      const char* from = d.embedding.data + s.ids[i] * d.embedding.row_stride;
+      float* to = x + i * width.hidden;
+      switch (d.embedding.format) {
+        case Format::Float32: embed_row<Format::Float32>(from, to); break;
+        case Format::BFloat16: embed_row<Format::BFloat16>(from, to); break;
+        default: embed_row<Format::Float16>(from, to);
+      }
+    }
+  }
+
+  // What is multiplied is rounded to the weights' format, as torch rounds it.
+  template <Format F>
+  void embed_row(const char* from, float* to) const {
+    read_numbers<F>(from, d.hidden, to);
+    if (d.embedding.scale == 1.0f) return;
+    for (int64_t c = 0; c < d.hidden; ++c) to[c] = Number<F>::read(Number<F>::write(to[c] * d.embedding.scale));
+  }
+
   void norm_all(const Norm& norm, float* to) const {
-    for (int64_t i = 0; i < n; ++i) normalise(norm, s.x + i * d.hidden, d.hidden, to + i * width.hidden);
+    for (int64_t i = 0; i < n; ++i) normalise(norm, x + i * width.hidden, d.hidden, to + i * width.hidden);
   }
 
   void run_layer(size_t i, float* mine, float* tile) const {
@@ -233,10 +261,10 @@ class Run {
   }
 
   // Products of a tile of rows, as rows of each token.
-  void put_tile(const Matrix& m, int64_t first, const float* x, int64_t x_stride, float* tile, float* to,
+  void put_tile(const Matrix& m, int64_t first, const float* from, int64_t stride, float* tile, float* to,
                 int64_t to_stride) const {
     const int count = int(min(TILE_ROWS, m.rows - first));
-    multiply(m, first, count, x, x_stride, n, tile);
+    multiply(m, first, count, from, stride, n, tile);
     put(tile, first, count, to, to_stride);
   }
 
@@ -264,27 +292,26 @@ class Run {
   }
 
   // Add a matrix' products with rows of numbers to x, normalised before where there is a norm for it.
-  void add(const Matrix& m, const Norm& norm, const float* x, int64_t x_stride, float* mine, float* tile) const {
+  void add(const Matrix& m, const Norm& norm, const float* from, int64_t stride, float* mine, float* tile) const {
     if (!norm.weight.data) {
       for_tiles(m.rows, [&](int64_t first, int count) {
-        multiply(m, first, count, x, x_stride, n, tile);
+        multiply(m, first, count, from, stride, n, tile);
         for (int64_t i = 0; i < n; ++i)
-          for (int r = 0; r < count; ++r) s.x[i * d.hidden + first + r] += tile[r * n + i];
+          for (int r = 0; r < count; ++r) x[i * width.hidden + first + r] += tile[r * n + i];
       });
       return;
     }
-    for_tiles(m.rows, [&](int64_t first, int) { put_tile(m, first, x, x_stride, tile, added, width.hidden); });
+    for_tiles(m.rows, [&](int64_t first, int) { put_tile(m, first, from, stride, tile, added, width.hidden); });
 #if defined(_OPENMP)
 #pragma omp for schedule(static)
 #endif
     for (int64_t i = 0; i < n; ++i) {
       normalise(norm, added + i * width.hidden, d.hidden, mine);
-      for (int64_t c = 0; c < d.hidden; ++c) s.x[i * d.hidden + c] += mine[c];
+      for (int64_t c = 0; c < d.hidden; ++c) x[i * width.hidden + c] += mine[c];
     }
   }
 
   void head_tile(int64_t first, int count, const float* mine, float* tile) const {
-    const int64_t places = s.num_places;
     for (int64_t i = 0; i < places; i += n) {  // a tile has room for n
       const int64_t some = min(n, places - i);
       multiply(d.head, first, count, mine + i * width.hidden, width.hidden, some, tile);
@@ -299,7 +326,7 @@ class Run {
 
 }  // namespace
 
-void run(const Decoder& d, DecoderStep& s) { Run(d, s).run(); }
+void run(const Decoder& d, const DecoderStep& s) { Run(d, s).run(); }
 
 }  // namespace KVCACHE_ISA
 }  // namespace kvcache

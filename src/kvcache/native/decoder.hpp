@@ -45,8 +45,17 @@ struct DecoderLayer {
   int rotary = 0;  // of its tables
 };
 
+// A row of numbers for each id, times a number, in the weights' own format.
+struct Embedding {
+  const char* data = nullptr;
+  Format format = Format::Float32;
+  int64_t row_stride = 0;  // in bytes
+  float scale = 1.0f;
+};
+
 struct Decoder {
   int64_t hidden = 0;
+  Embedding embedding;
   std::vector<DecoderLayer> layers;
   Norm norm;
   Matrix head;
@@ -60,10 +69,10 @@ struct RotaryTable {
 
 // Where the new tokens' rows go in the layers of one kind, and what attention reads.
 struct KindRows {
-  const int64_t *blocks, *rows;  // (N,)
-  const int64_t* table;          // (B, M)
-  int64_t table_stride, num_slots;
-  const int64_t* lengths;  // (B,)
+  std::vector<int64_t> blocks, rows;  // (N,)
+  std::vector<int64_t> table;         // (B, M)
+  int64_t table_stride;
+  std::vector<int64_t> lengths;  // (B,)
   int64_t window, sinks;
 };
 
@@ -74,24 +83,21 @@ struct LayerBlocks {
 };
 
 struct DecoderStep {
-  int64_t num_tokens, batch;
-  float* x;                  // (N, hidden): embeddings, and what the layers make of them
-  const int64_t* positions;  // (N,)
-  const int64_t* firsts;     // (B + 1,)
-  int64_t most_queries;
+  int64_t batch;
+  std::vector<int64_t> ids, positions;  // (N,)
+  std::vector<int64_t> firsts;          // (B + 1,)
   std::vector<KindRows> kinds;
-  std::vector<LayerBlocks> blocks;
+  const std::vector<LayerBlocks>& blocks;
   std::vector<RotaryTable> rotary;
-  const int64_t* places;  // (R,), the tokens whose logits are wanted
-  int64_t num_places;
-  float* logits;  // (R, vocabulary)
+  std::vector<int64_t> places;  // (R,), the tokens whose logits are wanted
+  float* logits;                // (R, vocabulary)
   int threads;
 };
 
-// Several rows share one reading of the weights.
-#define KVCACHE_DECODER(isa) \
-  namespace isa {            \
-  void run(const Decoder&, DecoderStep&); \
+// Sizes and places are not checked, but for what `make_plan` checks.
+#define KVCACHE_DECODER(isa)                    \
+  namespace isa {                               \
+  void run(const Decoder&, const DecoderStep&); \
   }
 KVCACHE_DECODER(portable)
 KVCACHE_DECODER(avx2)

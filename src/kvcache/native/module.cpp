@@ -24,7 +24,7 @@ struct InstructionSet {
   int width;  // floats in a vector
   void (*attend)(const Attention&, const Plan&);
   void (*append)(const Append&);
-  void (*run)(const Decoder&, DecoderStep&);
+  void (*run)(const Decoder&, const DecoderStep&);
 };
 
 // What this processor can run, the fastest last.
@@ -185,10 +185,12 @@ DecoderLayer layer_of(const nb::handle& layer) {
   return l;
 }
 
-Decoder make_decoder(int64_t hidden, const nb::list& layers, const nb::handle& norm, const nb::handle& head,
+Decoder make_decoder(int64_t hidden, const nb::handle& embedding, const nb::list& layers, const nb::handle& norm, const nb::handle& head,
                      float head_softcap) {
   Decoder decoder;
   decoder.hidden = hidden;
+  decoder.embedding = {pointer<const char>(embedding, 0), Format(field<int>(embedding, 1)),
+                       field<int64_t>(embedding, 2), field<float>(embedding, 3)};
   for (const nb::handle layer : layers) decoder.layers.push_back(layer_of(layer));
   decoder.norm = norm_of(norm);
   decoder.head = matrix_of(head);
@@ -212,26 +214,42 @@ struct Blocks {
   std::vector<LayerBlocks> layers;
 };
 
-// Nothing is checked but what `make_plan` does.
-void run_decoder(const Decoder& decoder, int instruction_set, uintptr_t x, int64_t num_tokens, uintptr_t positions,
-                 uintptr_t firsts, int64_t batch, int64_t most_queries, const nb::list& kinds, const Blocks& blocks,
-                 const nb::list& rotary, uintptr_t places, int64_t num_places, uintptr_t logits, int threads) {
-  DecoderStep step;
-  step.num_tokens = num_tokens, step.batch = batch, step.most_queries = most_queries, step.threads = threads;
-  step.x = reinterpret_cast<float*>(x), step.logits = reinterpret_cast<float*>(logits);
-  step.positions = reinterpret_cast<const int64_t*>(positions);
-  step.firsts = reinterpret_cast<const int64_t*>(firsts);
-  step.places = reinterpret_cast<const int64_t*>(places), step.num_places = num_places;
-  step.blocks = blocks.layers;
-  for (const nb::handle f : kinds)
-    step.kinds.push_back({pointer<const int64_t>(f, 0), pointer<const int64_t>(f, 1), pointer<const int64_t>(f, 2),
-                          field<int64_t>(f, 3), field<int64_t>(f, 4), pointer<const int64_t>(f, 5),
-                          field<int64_t>(f, 6), field<int64_t>(f, 7)});
+using Integers = std::vector<int64_t>;
+
+// The tables of all sequences have one width, -1 where they are shorter.
+KindRows kind_of(const nb::handle& f) {
+  const auto tables = field<std::vector<Integers>>(f, 2);
+  KindRows kind = {field<Integers>(f, 0), field<Integers>(f, 1), {}, 0, field<Integers>(f, 3), field<int64_t>(f, 4),
+                   field<int64_t>(f, 5)};
+  for (const Integers& table : tables) kind.table_stride = max(kind.table_stride, int64_t(table.size()));
+  for (const Integers& table : tables) {
+    kind.table.insert(kind.table.end(), table.begin(), table.end());
+    kind.table.insert(kind.table.end(), kind.table_stride - table.size(), -1);
+  }
+  return kind;
+}
+
+void run_decoder(const Decoder& decoder, int instruction_set, const Integers& ids, const Integers& positions,
+                 const Integers& firsts, const nb::list& kinds, const Blocks& blocks, const nb::list& rotary,
+                 const Integers& places, uintptr_t logits, int threads) {
+  DecoderStep step = {int64_t(firsts.size()) - 1, ids, positions, firsts, {}, blocks.layers, {}, places,
+                      reinterpret_cast<float*>(logits), threads};
+  for (const nb::handle f : kinds) step.kinds.push_back(kind_of(f));
   for (const nb::handle f : rotary) step.rotary.push_back({pointer<const float>(f, 0), pointer<const float>(f, 1)});
   const auto& sets = instruction_sets();
   const InstructionSet& set = instruction_set < 0 ? sets.back() : sets.at(instruction_set);
   nb::gil_scoped_release released;
   set.run(decoder, step);
+}
+
+// Whether each dictionary still has its part under its name, and none of the others has a key.
+bool are_in_place(const nb::list& holders, const nb::list& names, const nb::list& parts, const nb::list& others,
+                  const nb::str& key) {
+  for (size_t i = 0; i < parts.size(); ++i)
+    if (PyDict_GetItem(holders[i].ptr(), names[i].ptr()) != parts[i].ptr()) return false;
+  for (const nb::handle other : others)
+    if (PyDict_Contains(other.ptr(), key.ptr())) return false;
+  return true;
 }
 
 // Lets the threads go that wait for this one's next parallel region: GNU's runtime ends them, LLVM's lets them sleep.
@@ -245,6 +263,7 @@ void release_threads() {
 }  // namespace
 
 NB_MODULE(_kernels, m) {
+  nb::set_leak_warnings(false);  // what lives as long as the process may be found at its end
   m.attr("INSTRUCTION_SETS") = names();
   m.attr("QUERY_TOKENS") = QUERY_TOKENS;
   m.attr("MAX_HEAD_DIM") = MAX_HEAD_DIM;
@@ -263,8 +282,9 @@ NB_MODULE(_kernels, m) {
   m.def("attend", attend);
   m.def("append", append);
   m.def("release_threads", release_threads);
+  m.def("are_in_place", are_in_place);
   nb::class_<Decoder>(m, "Decoder").def("run", run_decoder);
-  m.def("make_decoder", make_decoder, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
+  m.def("make_decoder", make_decoder);
   nb::class_<Blocks>(m, "Blocks");
   m.def("make_blocks", [](const nb::list& layers) { return Blocks{make_blocks(layers)}; });
   nb::dict activations;

@@ -1,7 +1,7 @@
-// Products of a few rows of numbers with a matrix, which is read once for all of them, row after row, as it is stored.
+// Products of a few rows of numbers with a matrix, which is read from memory once for all of them, as it is stored.
 //
 // Rows of the matrix are taken in tiles that stay in the first cache while panels of up to PANEL_ROWS rows of numbers
-// are multiplied with them. For one row the time is that of reading the matrix.
+// are multiplied with them. For up to two panels or so the time is that of reading the matrix.
 #pragma once
 
 #include "decoder.hpp"
@@ -13,8 +13,8 @@ namespace KVCACHE_ISA {
 namespace {
 
 constexpr int TILE_ROWS = 16;   // of a matrix
-constexpr int PANEL_ROWS = 8;   // of numbers
-constexpr int64_t AHEAD = 2048;  // bytes by which memory is asked for before it is needed
+constexpr int PANEL_ROWS = 4;   // of numbers
+constexpr int64_t LONG_ROW = 16 * 1024;  // bytes of a row of which some side by side fill much of the second cache
 
 // W weights of a format, as floats.
 template <Format F>
@@ -22,13 +22,7 @@ KVCACHE_INLINE inline V weights(const char* from) {
   if constexpr (F == Format::Float32) return load<V>(from);
   else if constexpr (F == Format::BFloat16) return (V)(widen<uint16_t, W>(from) << 16);
   else if constexpr (F == Format::Float16) return half_to_float<W>(load<Vector<uint16_t, W>>(from));
-  else {
-    int8_t narrow[W];
-    std::memcpy(narrow, from, sizeof narrow);
-    float wide[W];
-    for (int i = 0; i < W; ++i) wide[i] = narrow[i];
-    return load<V>(wide);
-  }
+  else return __builtin_convertvector((I)(widen<uint8_t, W>(from) << 24), V);  // 2^24 times the code, with its sign
 }
 
 template <Format F>
@@ -39,7 +33,7 @@ constexpr int weight_size() {
 // Sums of products of NR matrix rows with NX rows of numbers, lane by lane.
 template <Format F, int NX, int NR>
 KVCACHE_INLINE inline void multiply_rows(const char* const* row, const uint16_t* const* scales, int64_t columns,
-                                         const float* x, int64_t x_stride, V (&sum)[NR][NX]) {
+                                         int64_t ahead, const float* x, int64_t x_stride, V (&sum)[NR][NX]) {
   constexpr int SIZE = weight_size<F>();
   // A single sum would wait for itself.
   constexpr int CHAINS = NX * NR >= 6 ? 1 : NX * NR >= 2 ? 2 : 4;
@@ -54,7 +48,7 @@ KVCACHE_INLINE inline void multiply_rows(const char* const* row, const uint16_t*
   if constexpr (F == Format::Int8) {
     for (; c < columns; c += GROUP) {  // columns are whole groups
       V of_group[NR][NX] = {};
-      for (int r = 0; r < NR; ++r) prefetch(row[r] + c + AHEAD);
+      for (int r = 0; r < NR; ++r) prefetch(row[r] + c + ahead);
       unroll<GROUP / W>([&](auto j) KVCACHE_INLINE {
         V w[NR];
         unroll<NR>([&](auto r) KVCACHE_INLINE { w[r] = weights<F>(row[r] + c + j * W); });
@@ -64,14 +58,15 @@ KVCACHE_INLINE inline void multiply_rows(const char* const* row, const uint16_t*
         });
       });
       unroll<NR>([&](auto r) KVCACHE_INLINE {
-        const float scale = float_of_bfloat16(scales[r][c / GROUP]);
+        const Vector<uint16_t, 2 * W> twice = scales[r][c / GROUP] - Vector<uint16_t, 2 * W>{};
+        const V scale = (V)((U)twice & 0xffff0000u);
         unroll<NX>([&](auto i) KVCACHE_INLINE { part[0][r][i] = of_group[r][i] * scale + part[0][r][i]; });
       });
     }
   } else {
     for (; c + CHAINS * W <= columns; c += CHAINS * W) {
       unroll<NR>([&](auto r) KVCACHE_INLINE {
-        for (int b = 0; b < CHAINS * W * SIZE; b += 64) prefetch(row[r] + c * SIZE + AHEAD + b);
+        for (int b = 0; b < CHAINS * W * SIZE; b += 64) prefetch(row[r] + c * SIZE + ahead + b);
       });
       unroll<CHAINS>([&](auto chain) KVCACHE_INLINE {
         V w[NR];
@@ -98,6 +93,7 @@ KVCACHE_INLINE inline void multiply_rows(const char* const* row, const uint16_t*
     unroll<NX>([&](auto i) KVCACHE_INLINE {
       sum[r][i] = part[0][r][i];
       unroll<CHAINS - 1>([&](auto chain) KVCACHE_INLINE { sum[r][i] += part[chain + 1][r][i]; });
+      if (F == Format::Int8) sum[r][i] *= 0x1p-24f;
     });
   });
 }
@@ -106,35 +102,30 @@ KVCACHE_INLINE inline void multiply_rows(const char* const* row, const uint16_t*
 template <Format F, int NX>
 void multiply_tile(const Matrix& m, int64_t first, int count, const float* x, int64_t x_stride, float* out,
                    int64_t out_stride) {
-  // So many rows side by side, as registers allow; a single row of numbers reads one matrix row after the other, as
-  // memory is fastest, and only their last sums are taken together.
-  constexpr int NR = NX == 1 ? 1 : W == 16 || NX <= 4 ? 2 : 1, RUN = NX == 1 ? 4 : 1;
-  const auto take = [&](auto rows, auto run, int r) KVCACHE_INLINE {
-    constexpr int R = decltype(rows)::value, N = R * decltype(run)::value;
-    V total[(N * NX + 3) / 4 * 4] = {};
-    for (int done = 0; done < N; done += R) {
-      const char* row[R];
-      const uint16_t* scales[R] = {};
-      for (int j = 0; j < R; ++j) {
-        row[j] = m.data + (first + r + done + j) * m.row_stride;
-        if (F == Format::Int8) scales[j] = m.scales + (first + r + done + j) * (m.columns / GROUP);
-      }
-      V sum[R][NX];
-      multiply_rows<F, NX, R>(row, scales, m.columns, x, x_stride, sum);
-      for (int j = 0; j < R; ++j)
-        for (int i = 0; i < NX; ++i) total[(done + j) * NX + i] = sum[j][i];
+  // So many rows side by side as leave registers for their sums: each number that is loaded serves all of them. While they
+  // are read those behind them are brought in, so that memory is always asked for one piece after another.
+  constexpr int NR = W == 8 && NX > 2 ? 3 : 4;
+  const auto take = [&](auto rows, int r) KVCACHE_INLINE {
+    constexpr int R = decltype(rows)::value;
+    const char* row[R];
+    const uint16_t* scales[R] = {};
+    for (int j = 0; j < R; ++j) {
+      row[j] = m.data + (first + r + j) * m.row_stride;
+      if (F == Format::Int8) scales[j] = m.scales + (first + r + j) * (m.columns / GROUP);
     }
-    alignas(16) float flat[(N * NX + 3) / 4 * 4];
-    for (int j = 0; j < N * NX; j += 4)
+    V sum[R][NX];
+    const int64_t ahead = (m.row_stride < LONG_ROW ? 2 : 1) * R * m.row_stride;
+    multiply_rows<F, NX, R>(row, scales, m.columns, ahead, x, x_stride, sum);
+    V total[(R * NX + 3) / 4 * 4] = {};
+    for (int j = 0; j < R * NX; ++j) total[j] = sum[j / NX][j % NX];
+    alignas(16) float flat[(R * NX + 3) / 4 * 4];
+    for (int j = 0; j < R * NX; j += 4)
       store(flat + j, horizontal_sums(total[j], total[j + 1], total[j + 2], total[j + 3]));
-    for (int j = 0; j < N; ++j)
-      for (int i = 0; i < NX; ++i) out[(r + j) * out_stride + i] = flat[j * NX + i];
+    for (int j = 0; j < R * NX; ++j) out[(r + j / NX) * out_stride + j % NX] = flat[j];
   };
-  const std::integral_constant<int, 1> one;
   int r = 0;
-  for (; r + NR * RUN <= count; r += NR * RUN)
-    take(std::integral_constant<int, NR>(), std::integral_constant<int, RUN>(), r);
-  for (; r < count; ++r) take(one, one, r);
+  for (; r + NR <= count; r += NR) take(std::integral_constant<int, NR>(), r);
+  for (; r < count; ++r) take(std::integral_constant<int, 1>(), r);
 }
 
 using MultiplyTile = void (*)(const Matrix&, int64_t, int, const float*, int64_t, float*, int64_t);
@@ -142,8 +133,7 @@ using MultiplyTile = void (*)(const Matrix&, int64_t, int, const float*, int64_t
 template <Format F>
 constexpr MultiplyTile multiply_by_rows(int rows) {
   constexpr MultiplyTile by_rows[PANEL_ROWS] = {multiply_tile<F, 1>, multiply_tile<F, 2>, multiply_tile<F, 3>,
-                                                multiply_tile<F, 4>, multiply_tile<F, 5>, multiply_tile<F, 6>,
-                                                multiply_tile<F, 7>, multiply_tile<F, 8>};
+                                                multiply_tile<F, 4>};
   return by_rows[rows - 1];
 }
 

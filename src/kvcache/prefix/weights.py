@@ -170,9 +170,9 @@ def _hooks(held: dict[str, Any]) -> list[tuple[int, int]]:
     before, after = held["_forward_pre_hooks"], held["_forward_hooks"]
     if not before and not after:
         return []
-    return [(number, id(hook)) for number, hook in (*before.items(), *after.items()) if not _is_own(hook)]
+    return [(number, id(hook)) for number, hook in (*before.items(), *after.items()) if not is_own_hook(hook)]
 
 
-def _is_own(hook: Any) -> bool:
-    # Those of this package come and go with caches, and change no key or value.
+def is_own_hook(hook: Any) -> bool:
+    """Whether a module's hook is one of this package, which come and go with caches and change no key or value."""
     return (getattr(hook, "__module__", None) or "").startswith("kvcache.")

@@ -69,12 +69,6 @@ class PackedTokens:
         return torch.tensor(list(accumulate(self.counts)), device=self.device) - 1
 
     @cached_property
-    @torch.inference_mode(False)
-    def firsts(self) -> torch.Tensor:
-        """The place of each sequence's first token among the N, and N, int64 (B + 1,)."""
-        return torch.tensor([0, *accumulate(self.counts)], device=self.device)
-
-    @cached_property
     def groups(self) -> list[Group]:
         """The sequences by their number of new tokens."""
         members: dict[int, list[int]] = {}
@@ -82,6 +76,14 @@ class PackedTokens:
             members.setdefault(count, []).append(place)
         firsts = [0, *accumulate(self.counts)]
         return [Group(places, count, self._places(firsts, places, count)) for count, places in members.items()]
+
+    def places(self, kind: str) -> list[tuple[int, int]]:
+        """Return the block and the row in it where each new token goes in the layers of one kind."""
+        return [
+            place
+            for table, length, count in zip(self.tables[kind], self.lengths, self.counts, strict=True)
+            for place in table.places(length, length + count)
+        ]
 
     def targets(self, kind: str) -> BlockRows:
         """Return where the new tokens' rows go in the layers of one kind."""
@@ -96,12 +98,6 @@ class PackedTokens:
         if found is None:
             found = self._sources[kind] = [self._find_sources(kind, group.members) for group in self.groups]
         return found
-
-    def table(self, kind: str) -> TableRows:
-        """Return what attention reads in the layers of one kind, for all sequences in order."""
-        if len(self.groups) == 1:
-            return self.sources(kind)[0]
-        return self._find_sources(kind, list(range(len(self.counts))))
 
     def unpacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return what (1, H, N, D) holds for each group, as (B, H, T, D): views where its tokens stand together."""
@@ -149,12 +145,7 @@ class PackedTokens:
 
     @torch.inference_mode(False)
     def _find_targets(self, kind: str) -> BlockRows:
-        places = [
-            place
-            for table, length, count in zip(self.tables[kind], self.lengths, self.counts, strict=True)
-            for place in table.places(length, length + count)
-        ]
-        blocks, rows = torch.tensor(list(zip(*places, strict=True)), device=self.device)
+        blocks, rows = torch.tensor(list(zip(*self.places(kind), strict=True)), device=self.device)
         return BlockRows(blocks, rows)
 
     @torch.inference_mode(False)

@@ -4,8 +4,9 @@ Whatever can fail for want of room fails in reserving, before anything has chang
 they were and tables know the way back: a step that is left by an exception never happened.
 """
 
+from array import array
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
 
@@ -15,7 +16,7 @@ from kvcache.attention.arguments import ScoreOptions, attention_arguments, check
 from kvcache.attention.dispatch import checked_attention
 from kvcache.checks import check_bool, check_int, check_tensor
 from kvcache.errors import InvalidTypeError, InvalidValueError
-from kvcache.storage.packing import BlockRows, PackedTokens, TableRows
+from kvcache.storage.packing import PackedTokens
 from kvcache.storage.reservation import Reservation, planned
 from kvcache.storage.sequence import Sequence
 from kvcache.storage.specs import LayerSpec
@@ -28,17 +29,21 @@ if TYPE_CHECKING:
 class KindRows(NamedTuple):
     """Where the new tokens' rows go in the layers of one kind, and what their queries may see."""
 
-    targets: BlockRows
-    sources: TableRows  # of all sequences, in order
-    rule: tuple[int | None, int]  # the window and the sinks
+    blocks: tuple[int, ...]  # (N,)
+    rows: tuple[int, ...]  # (N,), in those blocks
+    tables: "list[array[int]]"  # the blocks of each sequence
+    lengths: list[int]  # (B,), in slots
+    window: int | None
+    sinks: int
 
 
 class StepRows(NamedTuple):
-    """What somebody needs who appends and attends in all layers himself."""
+    """What a kernel needs that appends and attends in all layers itself, as plain numbers."""
 
+    ids: list[int]  # (N,)
+    positions: list[int]  # (N,)
+    firsts: list[int]  # (B + 1,), each sequence's first token among the N, and N
     kinds: dict[str, KindRows]
-    positions: torch.Tensor  # (N,)
-    firsts: torch.Tensor  # (B + 1,), each sequence's first token among the N, and N
 
 
 class Step:
@@ -206,9 +211,15 @@ class Step:
         if self._appended:
             raise InvalidValueError(f"layers {sorted(self._appended)} are appended already; expected none")
         packing, spec = self._packing, self.pool.spec
-        kinds = {kind: KindRows(packing.targets(kind), packing.table(kind), spec.rule(kind)) for kind in spec.kinds}
+        ends = list(map(int.__add__, packing.lengths, packing.counts))
+        kinds = {}
+        for kind, tables in packing.tables.items():
+            blocks, rows = zip(*packing.places(kind), strict=True)
+            slots = [table.slot(end) for table, end in zip(tables, ends, strict=True)]
+            kinds[kind] = KindRows(blocks, rows, [table.blocks for table in tables], slots, *spec.rule(kind))
         self._appended.update(range(len(self.pool.stores)))
-        return StepRows(kinds, packing.positions[0], packing.firsts)
+        positions = list(chain.from_iterable(map(range, packing.lengths, ends)))
+        return StepRows(list(chain.from_iterable(self._ids)), positions, [0, *accumulate(packing.counts)], kinds)
 
     def commit(self, keep: list[int] | None = None) -> None:
         """Let the new tokens belong to their sequences; windows give back the blocks that they have left.

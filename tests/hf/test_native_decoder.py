@@ -12,7 +12,7 @@ from kvcache import BlockPool, CacheSpec, InvalidTypeError, InvalidValueError, L
 from kvcache.decoder import Linear
 from kvcache.decoder.weights import in_int8
 from kvcache.hf.describe import FAMILIES
-from kvcache.hf.native_decoder import FEW, NativeDecoder
+from kvcache.hf.native_decoder import FEW, LOOK_EVERY, NativeDecoder
 from tests.decoder.reference import weights_of
 from tests.hf.runs import ids_of
 from tests.hf.tiny_models import CHANGING_POSITIONS, gemma, gemma2, gemma3, gpt2, llama, mistral, qwen2, qwen3
@@ -514,6 +514,35 @@ def test_a_model_that_no_longer_fits_is_refused_in_every_step(change):
         assert str(caught.value).startswith(message)
     assert sequence.seq_len == 3
     pool.check()
+
+
+def test_decoding_one_token_at_a_time_notices_within_8_steps_and_then_in_every_step():
+    model = made("Llama")
+    decoder, pool = NativeDecoder(model), pool_of(model)
+    sequence = pool.new_sequence()
+    advance(decoder, [sequence], [[1, 2]])
+    hook = model.model.layers[0].register_forward_hook(print)
+    for _ in range(LOOK_EVERY - 1):
+        advance(decoder, [sequence], [[3]])
+    for _ in range(3):
+        with pytest.raises(NotSupportedError, match=r"model\.layers\.0 has forward hooks"):
+            advance(decoder, [sequence], [[3]])
+    assert sequence.seq_len == 2 + LOOK_EVERY - 1
+    hook.remove()
+    advance(decoder, [sequence], [[3]])
+    pool.check()
+
+
+def test_data_exchanged_between_looks_is_still_there_to_be_read():
+    model = made("Llama")
+    decoder, pool = NativeDecoder(model), pool_of(model)
+    sequence = pool.new_sequence()
+    advance(decoder, [sequence], [IDS[0, :9].tolist()])
+    before = copy.deepcopy(model).double()
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter, torch.nan)
+    logits = advance(decoder, [sequence], [[3]])
+    assert_near(logits[0], uncached(before, sequence.tokens)[-1])
 
 
 def test_a_hook_that_goes_leaves_a_decoder_that_works():

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def tiny(monkeypatch):
     """A model of six words in place of the one that would be loaded."""
-    loaded = LoadedModel(llama(torch.float32, vocab_size=6, pad_token_id=2), word_tokenizer())
+    loaded = LoadedModel(llama(torch.float32, vocab_size=6, pad_token_id=2, intermediate_size=64), word_tokenizer())
     monkeypatch.setattr("kvcache.hf.load_model", lambda *args, **options: loaded)
 
 
@@ -32,6 +32,20 @@ def test_smollm2_is_right(capsys, smollm2):
     assert lines[3].endswith("%")
     assert lines[-1] == "10 of 10 scenarios are right, 1 not run."
     assert err.splitlines()[-1] == "save and restore (11 of 11)"
+
+
+def test_native_decoding_is_right(capsys, tiny):
+    status, out, _ = kvcache(capsys, "verify", "--native")
+    assert status == 0, out
+    assert out.startswith("smollm2 with kvcache.hf.NativeDecoder in float32: largest errors against float64")
+    assert out.rstrip().endswith("10 of 10 scenarios are right, 1 not run.")
+
+
+def test_native_decoding_with_int8_weights_and_rows_is_lossy_as_configured(capsys, tiny):
+    status, out, _ = kvcache(capsys, "verify", "--native", "--weights", "int8", "--storage", "int8")
+    assert status == 0, out
+    assert out.startswith("smollm2 with kvcache.hf.NativeDecoder (storage int8, int8 weights) in float32: ")
+    assert out.count("lossy as configured") == 10
 
 
 def test_corruption_ends_with_status_1_and_says_where_and_why(capsys, tiny):
@@ -65,6 +79,10 @@ def test_json_holds_what_people_see(capsys, tiny):
         (["--cache", "tests.verify.faulty_caches:of_one_argument"], "raised TypeError: of_one_argument() takes 1"),
         (["--cache", "static", "--storage", "int8"], "storage is given with cache = 'static'; it belongs to"),
         (["--storage", "int3"], "--storage is 'int3'"),
+        (["--weights", "int8"], "--weights is 'int8'; it belongs to --native"),
+        (["--native", "--weights", "int4"], "weights is 'int4'; expected None or 'int8'"),
+        (["--native", "--attention"], "--native is given with --attention; expected neither"),
+        (["--native", "--cache", "static"], "--native is given with --cache static; expected neither"),
         (["--lossy"], "is_lossy is given with cache = 'kvcache'; it belongs to"),
         (["--dtype", "int8"], "--dtype is 'int8'"),
     ],

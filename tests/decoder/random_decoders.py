@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from kvcache import BlockPool, CacheSpec, LayerSpec
-from kvcache.decoder import DecoderDescription, DecoderLayer, Linear, Norm
+from kvcache.decoder import DecoderDescription, DecoderLayer, Embedding, Linear, Norm
 from kvcache.decoder.weights import in_int8
 from tests.storage.pools import poison
 
@@ -72,6 +72,7 @@ def random_decoder(
     head_softcap: float | None = None,
     activation: str = "silu",
     tied: bool = False,
+    embedding_scale: float = 1.0,
 ) -> DecoderDescription:
     """Return a decoder with a layer for each of `windows`, whose sliding layers have positions of their own."""
     random = RandomTensors(seed, dtype)
@@ -106,7 +107,7 @@ def random_decoder(
 
     table = random.matrix(vocab, hidden, size=hidden**0.5)
     return DecoderDescription(
-        embed=lambda ids: table[ids],
+        embedding=Embedding(table, embedding_scale),
         layers=tuple(layer(window) for window in windows),
         norm=norm(),
         head=Linear(table) if tied else random.linear(vocab, hidden, bias, size=3.0),

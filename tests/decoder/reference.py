@@ -25,6 +25,12 @@ def weights_of(linear: Linear) -> torch.Tensor:
     return (groups * linear.scales.double()[:, :, None]).reshape(rows, columns)
 
 
+def embedded(decoder: DecoderDescription, ids: torch.Tensor) -> torch.Tensor:
+    """Return rows of the table times its scale, rounded to the table's dtype as a model rounds them."""
+    weight, scale = decoder.embedding.weight, decoder.embedding.scale
+    return (weight[ids].double() * scale).to(weight.dtype).double()
+
+
 def product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
     y = x @ weights_of(linear).T
     return y if linear.bias is None else y + linear.bias.double()
@@ -49,7 +55,7 @@ def capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 def expected_logits(decoder: DecoderDescription, step: Step, places: torch.Tensor | None = None) -> torch.Tensor:
     """Return the logits (R, vocabulary) of an open step that was run, float64, and check what it has stored."""
-    x = decoder.embed(step.tokens[0]).double()
+    x = embedded(decoder, step.tokens[0])
     for index, layer in enumerate(decoder.layers):
         x = x + normed(layer.attended_norm, product(layer.out, _attended(decoder, step, index, layer, x)))
         h = normed(layer.mlp_norm, x)
@@ -96,9 +102,10 @@ def _spans(step: Step) -> list[tuple[int, int]]:
 def stored_rows(step: Step, index: int, member: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys (Hkv, n, D) and values (Hkv, n, Dv) of one sequence, decoded, as its table names them."""
     pool = step.pool
-    table, lengths = step._packing.table(pool.spec.layers[index].kind)
-    length = int(lengths[member])
-    blocks = table[member, : -(-length // pool.block_size)]
+    sequence = step.sequences[member]
+    table = sequence.table(pool.spec.layers[index].kind)
+    length = table.slot(sequence.seq_len + step.num_tokens[member])
+    blocks = table.blocks[: -(-length // pool.block_size)].tolist()
     found = []
     for store in pool.stores[index].all_blocks:
         rows = store if isinstance(store, torch.Tensor) else store.decode(torch.float32)

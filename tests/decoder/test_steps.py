@@ -1,7 +1,5 @@
 """Whole steps of described decoders, by every way to run them, against float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,7 +23,13 @@ VARIANTS = {
     "like Llama": {},
     "like Qwen2": {"bias": True, "windows": (None, None, 5)},
     "like Qwen3": {"head_norms": True, "head_dim": 80, "heads": 2, "kv_heads": 1, "tied": True},
-    "like Gemma": {"norm_offset": 1.0, "activation": "gelu_tanh", "kv_heads": 1, "tied": True},
+    "like Gemma": {
+        "norm_offset": 1.0,
+        "activation": "gelu_tanh",
+        "kv_heads": 1,
+        "tied": True,
+        "embedding_scale": 6.34375,
+    },
     "like Gemma2": {
         "norm_offset": 1.0,
         "activation": "gelu_tanh",
@@ -33,6 +37,7 @@ VARIANTS = {
         "softcap": 2.0,
         "head_softcap": 3.0,
         "windows": (5, None, 5),
+        "embedding_scale": 0.90625,
     },
     "like Gemma3": {"norm_offset": 1.0, "four_norms": True, "head_norms": True, "head_dim": 64, "windows": (9, None)},
     "sinks": {"windows": (None, 6, 6), "sinks": 3},
@@ -186,6 +191,7 @@ def _cases(draw):
         "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
         "norm_offset": draw(st.sampled_from([0.0, 1.0])),
     }
+    options["embedding_scale"] = draw(st.sampled_from([1.0, 3.0]))
     options |= {name: draw(st.booleans()) for name in ("bias", "head_norms", "four_norms", "tied")}
     counts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     pasts = draw(st.lists(st.integers(0, 60), min_size=len(counts), max_size=len(counts)))
@@ -285,13 +291,23 @@ def test_what_kernels_write_counts_as_a_change_of_the_blocks():
     assert all(store.k._version > version for store, version in zip(pool.stores, before, strict=True))
 
 
-@needs_kernels
-def test_embeddings_stay_as_they_are():
-    decoder = random_decoder()
-    table = torch.randn(37, 40)
-    decoder = replace(decoder, embed=lambda ids: table)  # no copy, for ids 0 to 36
+@every_way
+def test_weights_stay_as_they_are(way):
+    decoder = random_decoder(tied=True, embedding_scale=2.0)
+    before = decoder.embedding.weight.clone()
     pool = pool_for(decoder)
-    before = table.clone()
-    with pool.step([pool.new_sequence()], [list(range(37))]) as step:
+    with pool.step([pool.new_sequence()], [list(range(20))]) as step:
+        run(way, decoder, step)
+    assert torch.equal(decoder.embedding.weight, before)
+
+
+@needs_kernels
+def test_an_id_beyond_the_vocabulary_is_refused():
+    decoder = random_decoder()
+    pool = pool_for(decoder)
+    step = pool.step([pool.new_sequence()], [[36, 37, 2]])
+    with pytest.raises(InvalidValueError, match="tokens has the id 37; expected ids below the vocabulary's 37"):
         run(0, decoder, step)
-    assert torch.equal(table, before)
+    step.abort()
+    assert pool.num_free == pool.num_blocks
+    pool.check()

@@ -12,7 +12,7 @@ from kvcache import BlockPool, CacheSpec, InvalidTypeError, InvalidValueError, L
 from kvcache.decoder import Linear
 from kvcache.decoder.weights import in_int8
 from kvcache.hf.describe import FAMILIES
-from kvcache.hf.native_decoder import FEW, NativeDecoder
+from kvcache.hf.native_decoder import FEW, LOOK_EVERY, NativeDecoder
 from tests.decoder.reference import weights_of
 from tests.hf.runs import ids_of
 from tests.hf.tiny_models import CHANGING_POSITIONS, gemma, gemma2, gemma3, gpt2, llama, mistral, qwen2, qwen3
@@ -346,7 +346,7 @@ CHANGES = {
     "another MLP": (of_class(MLP, type("LlamaMLP", (LlamaMLP,), {})), f"{MLP} is a LlamaMLP; expected LlamaMLP"),
     "other embeddings": (
         of_class("model.embed_tokens", type("Embedding", (nn.Embedding,), {})),
-        "model.embed_tokens is a Embedding; expected the family's own",
+        "model.embed_tokens is a Embedding; expected a torch.nn.Embedding",
     ),
     "another activation": (with_part(f"{MLP}.act_fn", lambda _: nn.ReLU()), f"{MLP}.act_fn is a ReLU; expected one of"),
     "no MLP": (with_attribute("model.layers.1", "mlp", None), f"the model has no {MLP}"),
@@ -368,9 +368,9 @@ CHANGES = {
     ),
     "float64": (
         lambda model: model.double(),
-        "model.embed_tokens.weight is torch.float64; expected float32, bfloat16 or float16",
+        "model.layers.0.self_attn.q_proj.weight is torch.float64; expected float32, bfloat16 or float16",
     ),
-    "another device": (lambda model: model.to("meta"), "model.embed_tokens.weight is a Parameter on meta; expected a"),
+    "another device": (lambda model: model.to("meta"), f"{Q}.weight is a Parameter on meta; expected a plain"),
     "columns apart": (other_strides, "lm_head.weight has strides (1, 97); expected rows in one piece"),
     "one that sees later tokens": (
         with_attribute("model.layers.0.self_attn", "is_causal", False),
@@ -490,7 +490,6 @@ def test_a_model_moved_to_another_dtype_is_read_anew():
     "change",
     [
         "a wrapped matrix",
-        "a matrix of a subclass",
         "a hook",
         "a hook before",
         "a hook of the model",
@@ -517,13 +516,42 @@ def test_a_model_that_no_longer_fits_is_refused_in_every_step(change):
     pool.check()
 
 
+def test_decoding_one_token_at_a_time_notices_within_8_steps_and_then_in_every_step():
+    model = made("Llama")
+    decoder, pool = NativeDecoder(model), pool_of(model)
+    sequence = pool.new_sequence()
+    advance(decoder, [sequence], [[1, 2]])
+    hook = model.model.layers[0].register_forward_hook(print)
+    for _ in range(LOOK_EVERY - 1):
+        advance(decoder, [sequence], [[3]])
+    for _ in range(3):
+        with pytest.raises(NotSupportedError, match=r"model\.layers\.0 has forward hooks"):
+            advance(decoder, [sequence], [[3]])
+    assert sequence.seq_len == 2 + LOOK_EVERY - 1
+    hook.remove()
+    advance(decoder, [sequence], [[3]])
+    pool.check()
+
+
+def test_data_exchanged_between_looks_is_still_there_to_be_read():
+    model = made("Llama")
+    decoder, pool = NativeDecoder(model), pool_of(model)
+    sequence = pool.new_sequence()
+    advance(decoder, [sequence], [IDS[0, :9].tolist()])
+    before = copy.deepcopy(model).double()
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter, torch.nan)
+    logits = advance(decoder, [sequence], [[3]])
+    assert_near(logits[0], uncached(before, sequence.tokens)[-1])
+
+
 def test_a_hook_that_goes_leaves_a_decoder_that_works():
     model = made("Llama")
     decoder, pool = NativeDecoder(model), pool_of(model)
     hook = model.model.layers[0].register_forward_hook(print)
     sequence = pool.new_sequence()
     with pytest.raises(NotSupportedError, match="has forward hooks"):
-        advance(decoder, [sequence], [[1]])
+        advance(decoder, [sequence], [[1, 2]])
     hook.remove()
     assert_right(decoder, model)
 
@@ -576,7 +604,7 @@ def test_calls_that_fail_leave_all_as_it_was():
     advance(decoder, [sequence], [ids[:9]])
     free = pool.num_free
     for tokens, places, error, message in (
-        ([97], None, IndexError, "index out of range"),
+        ([97], None, InvalidValueError, "tokens has the id 97; expected ids below the vocabulary's 97"),
         ([1] * 30 + [97], None, IndexError, "index out of range"),
         ([1, 2], torch.tensor([2]), InvalidValueError, r"places holds 2; expected every entry in \[0, 1\]"),
         ([1, 2], torch.tensor([-1]), InvalidValueError, r"places holds -1; expected every entry in \[0, 1\]"),

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -12,10 +12,11 @@ from rich.text import Text
 from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli import options
 from kvcache.cli.progress import progress_bar
+from kvcache.errors import InvalidValueError
 from kvcache.storage.codecs import check_storage
 
 if TYPE_CHECKING:
-    from kvcache.verify import Report
+    from kvcache.verify import Decoder, Report
 
 EPILOG = """
 Examples:
@@ -23,6 +24,8 @@ Examples:
   kvcache verify --dtype bfloat16
 
   kvcache verify --storage int8 --attention
+
+  kvcache verify --native --weights int8
 
   kvcache verify --model ./my-model --cache static
 
@@ -64,6 +67,13 @@ def verify(
         bool,
         typer.Option("--attention", help="With --cache kvcache: attention reads the cache as it is stored, in blocks."),
     ] = False,
+    native: Annotated[
+        bool,
+        typer.Option("--native", help="With --cache kvcache: this package runs the model itself, over blocks."),
+    ] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="With --native: int8 for int8 weights; default: as they are.")
+    ] = None,
     lossy: Annotated[
         bool, typer.Option("--lossy", help="The factory's cache rounds what it keeps on purpose.")
     ] = False,
@@ -90,10 +100,11 @@ def verify(
     dtype = dtype_name(check_dtype("--dtype", dtype))
     if storage is not None:
         check_storage("--storage", storage)
+    _check_native(native, weights, cache, attention=attention, lossy=lossy)
     messages = Console(stderr=True)
     with messages.status("Starting") as status:
         from kvcache import hf  # first, as it says what to install where transformers is missing
-        from kvcache.verify import HuggingFaceDecoder
+        from kvcache.verify import HuggingFaceDecoder, NativePoolDecoder
         from kvcache.verify import verify as run
         from kvcache.verify.huggingface import import_factory
         from kvcache.verify.scenarios import SCENARIOS
@@ -102,7 +113,11 @@ def verify(
         factory = import_factory(cache) if ":" in cache else cache
 
         loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
-        decoder = HuggingFaceDecoder(loaded.model, factory, storage=storage, attention=attention, is_lossy=lossy)
+        decoder: Decoder
+        if native:
+            decoder = NativePoolDecoder(loaded.model, storage=storage, weights=cast(Any, weights))
+        else:
+            decoder = HuggingFaceDecoder(loaded.model, factory, storage=storage, attention=attention, is_lossy=lossy)
         texts = [loaded.tokenizer(passage)["input_ids"] for passage in PASSAGES]
     with progress_bar(messages) as progress:
         task = progress.add_task("", total=len(SCENARIOS))
@@ -117,7 +132,7 @@ def verify(
         report = run(
             decoder,
             texts=texts,
-            subject=_subject(model, cache, storage, attention),
+            subject=_subject(model, cache, storage, attention=attention, native=native, weights=weights),
             progress=tell,
         )
     if as_json:
@@ -128,9 +143,20 @@ def verify(
         raise typer.Exit(1)
 
 
-def _subject(model: str, cache: str, storage: str | None, attention: bool) -> str:
+def _check_native(native: bool, weights: str | None, cache: str, *, attention: bool, lossy: bool) -> None:
+    if weights is not None and not native:
+        raise InvalidValueError(f"--weights is {weights!r}; it belongs to --native")
+    if native and (attention or lossy or cache != "kvcache"):
+        given = "--attention" if attention else "--lossy" if lossy else f"--cache {cache}"
+        raise InvalidValueError(f"--native is given with {given}; expected neither --attention nor another --cache")
+
+
+def _subject(model: str, cache: str, storage: str | None, *, attention: bool, native: bool, weights: str | None) -> str:
     name = {"kvcache": "kvcache.hf.cache_for", "dynamic": "DynamicCache", "static": "StaticCache"}.get(cache, cache)
-    details = ([f"storage {storage}"] if storage else []) + (["use_attention"] if attention else [])
+    name = "kvcache.hf.NativeDecoder" if native else name
+    details = [f"storage {storage}"] if storage else []
+    details += [f"{weights} weights"] if weights else []
+    details += ["use_attention"] if attention else []
     return f"{model} with {name}" + (f" ({', '.join(details)})" if details else "")
 
 

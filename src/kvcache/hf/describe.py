@@ -100,7 +100,8 @@ class _Reader:
         weight = self.parts.tensor(module, path, "weight")
         if type(module) is nn.Embedding and module.max_norm is None:
             return Embedding(weight)
-        if type(module).__name__ not in self._classes("TextScaledWordEmbedding"):
+        is_own = type(module).__module__ == type(base).__module__
+        if not is_own or type(module).__name__ not in self._classes("TextScaledWordEmbedding"):
             raise NotSupportedError(f"{path} is a {type(module).__name__}; expected a torch.nn.Embedding")
         return Embedding(weight, float(self.parts.tensor(module, path, "embed_scale").to(weight.dtype)))
 

@@ -38,6 +38,8 @@ class NativeDecoder:
             in float32, bfloat16 or float16.
         weights: "int8" to keep a copy of the matrices in int8, with a scale for 32 weights of a row: half of what a
             step reads of them in 16 bits. Default: as they are.
+        product_dtype: of the matrix products of steps with many tokens; default: the fastest for these weights on this
+            processor, which for 16-bit and int8 weights may be bfloat16.
 
     Raises:
         NotSupportedError: the model does not fit, and which part of it; or there are no native kernels.
@@ -52,13 +54,16 @@ class NativeDecoder:
             logits = decoder.forward_step(step)
     """
 
-    def __init__(self, model: PreTrainedModel, *, weights: Weights | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, weights: Weights | None = None, product_dtype: torch.dtype | None = None
+    ) -> None:
         if weights not in (None, "int8"):
             raise InvalidValueError(f"weights is {weights!r}; expected None or 'int8'")
         if native.kernels is None:
             raise NotSupportedError(f"the native CPU kernels are not there ({native.missing_because})")
         self._model = model
         self._weights = weights
+        self._product_dtype = product_dtype
         self._steps_since_look = 0
         self._pools: WeakSet[BlockPool] = WeakSet()  # that were found to be for this model
         self._read()
@@ -90,10 +95,10 @@ class NativeDecoder:
             places = check_int_tensor("places", places, (None,), "(R,)", step.pool.device).contiguous()
             check_range("places", places, 0, sum(step.num_tokens) - 1)
         self._steps_since_look += 1
-        if self._steps_since_look == LOOK_EVERY or max(step.num_tokens) > 1:
-            self._steps_since_look = 0
+        if self._steps_since_look >= LOOK_EVERY or max(step.num_tokens) > 1:
             if self._has_changed():
                 self._read()
+            self._steps_since_look = 0  # only now: where the model is refused, the next step looks again
         return self._run(step, places)
 
     def _check(self, step: Step) -> None:
@@ -115,15 +120,19 @@ class NativeDecoder:
 
     def _read(self) -> None:
         description, parts = describe(self._model)
-        ways = _ways(description)
+        ways = self._ways(description)
         self._try(ways)
         versions = parts.versions
         if self._weights is not None:
             description = _compressed(description)
-            ways = _ways(description)
+            ways = self._ways(description)
         self._pools.clear()
         # Only now, so that a model that does not fit any more is read, and refused, in every step.
         self._description, self._parts, self._versions, (self._few, self._many) = description, parts, versions, ways
+
+    def _ways(self, description: DecoderDescription) -> tuple[FewRows, ManyRows]:
+        tables = RotaryTables(description.rotary, description.max_positions)
+        return FewRows(description, tables), ManyRows(description, tables, self._product_dtype)
 
     @torch.no_grad()
     def _try(self, ways: tuple[FewRows, ManyRows]) -> None:
@@ -139,11 +148,6 @@ class NativeDecoder:
                 raise NotSupportedError(
                     f"the model's own forward gives other logits than its parts do, by {difference / whole:.1%}"
                 )
-
-
-def _ways(description: DecoderDescription) -> tuple[FewRows, ManyRows]:
-    tables = RotaryTables(description.rotary, description.max_positions)
-    return FewRows(description, tables), ManyRows(description, tables)
 
 
 def _logits(pool: BlockPool, ids: list[int], run: Any) -> torch.Tensor:

@@ -30,6 +30,7 @@ class Parts:
         self._parts: list[Any] = []
         self._attributes: list[dict[str, Any]] = []  # of the modules
         self._hooks: list[dict[int, Any]] = []  # of those below the model
+        self._model_hooks = [vars(model)[name] for name in _HOOKS]
 
     def module(self, module: nn.Module, path: str, classes: tuple[str, ...] | None) -> nn.Module:
         """Note a module that nobody has put something around, of one of these classes of the model's own file.
@@ -45,7 +46,7 @@ class Parts:
         if "forward" in vars(module):
             raise NotSupportedError(f"{where} has a forward of its own")
         hooks = [vars(module)[name] for name in _HOOKS]
-        if any(not is_own_hook(hook) for some in hooks for hook in some.values()):
+        if _are_around(hooks):
             raise NotSupportedError(f"{where} has forward hooks")
         self._attributes.append(vars(module))
         if module is not self._model:
@@ -90,6 +91,7 @@ class Parts:
             native.kernels.are_in_place(self._holders, self._names, self._parts, self._attributes, "forward")
             and list(map(torch.Tensor.data_ptr, self.tensors.values())) == self._addresses
             and not any(self._hooks)
+            and not _are_around(self._model_hooks)
         )
 
     @property
@@ -101,3 +103,7 @@ class Parts:
         self._holders.append(holder)
         self._names.append(name)
         self._parts.append(part)
+
+
+def _are_around(hooks: list[dict[int, Any]]) -> bool:
+    return any(not is_own_hook(hook) for some in hooks for hook in some.values())

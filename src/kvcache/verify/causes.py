@@ -14,7 +14,7 @@ import torch
 from kvcache.errors import NotSupportedError
 from kvcache.verify import scenarios
 from kvcache.verify.decoder import Decoder, ExchangedRows
-from kvcache.verify.judge import ROUNDING_LIMIT, outputs_of, relative_error
+from kvcache.verify.judge import outputs_of, reference_limit, relative_error
 from kvcache.verify.scenarios import Scenario
 from kvcache.verify.trial import Step, Text, Trial, as_stored, text_of_length
 
@@ -72,7 +72,7 @@ class Case:
         """Whether two outputs are different beyond rounding; two that are not numbers are not."""
         if output.isnan().any() and expected.isnan().any():
             return False
-        return not relative_error(output, expected) <= ROUNDING_LIMIT[self.decoder.dtype]
+        return not relative_error(output, expected) <= reference_limit(self.decoder)
 
     def is_right(self, trial: Trial) -> bool:
         """Whether all outputs of a trial are those of a run without a cache."""

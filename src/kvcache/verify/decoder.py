@@ -84,6 +84,11 @@ class Decoder(ABC):
         return next(weights.dtype for weights in self.module.parameters() if weights.is_floating_point())
 
     @property
+    def cached_dtype(self) -> torch.dtype:
+        """The dtype that runs with a cache compute in; default: that of the weights."""
+        return self.dtype
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self.module.parameters()).device

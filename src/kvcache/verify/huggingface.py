@@ -86,7 +86,7 @@ class HuggingFaceDecoder(Decoder):
                 "which alone it is known what a token may see"
             ) from error
         self.windows = tuple(sorted({window for window in windows if window is not None}))
-        self.is_lossy = is_lossy or (self.storage is not None and self._loses(self.storage))
+        self.is_lossy = is_lossy or loses(self.storage, self.dtype)
 
     def forward(
         self, tokens: torch.Tensor, cache: _Held | None = None, padding: torch.Tensor | None = None
@@ -156,12 +156,7 @@ class HuggingFaceDecoder(Decoder):
 
     def forward_through_codec(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Run whole texts with keys and values rounded as the storage rounds them."""
-        if self.storage is None:
-            return None
-        layers: list[Any] = [
-            _RoundingLayer(self.storage, window) for window in layer_windows(decoder_config(self.module.config))
-        ]
-        return self._logits(input_ids=tokens, use_cache=True, **{CACHE_ARGUMENT: Cache(layers=layers)})
+        return None if self.storage is None else logits_through_codec(self.module, self.storage, tokens)
 
     def exchanged_rows(self, tokens: torch.Tensor) -> list[ExchangedRows]:
         """Run whole texts with a new cache; return what each layer gave it and got back."""
@@ -188,9 +183,20 @@ class HuggingFaceDecoder(Decoder):
         logits: torch.Tensor = self.module(**inputs).logits
         return logits
 
-    def _loses(self, storage: Storage) -> bool:
-        eps = torch.finfo(self.dtype).eps
-        return any(not isinstance(c, FloatCodec) or torch.finfo(c.dtype).eps > eps for c in (storage.k, storage.v))
+
+def loses(storage: Storage | None, dtype: torch.dtype) -> bool:
+    """Whether rows of a dtype lose something where they are kept; None: as they come."""
+    if storage is None:
+        return False
+    eps = torch.finfo(dtype).eps
+    return any(not isinstance(c, FloatCodec) or torch.finfo(c.dtype).eps > eps for c in (storage.k, storage.v))
+
+
+def logits_through_codec(model: PreTrainedModel, storage: Storage, tokens: torch.Tensor) -> torch.Tensor:
+    """Run whole texts (B, T) without a cache, keys and values rounded as the storage rounds them."""
+    layers: list[Any] = [_RoundingLayer(storage, window) for window in layer_windows(decoder_config(model.config))]
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=True, **{CACHE_ARGUMENT: Cache(layers=layers)}).logits
+    return logits
 
 
 def _factory(cache: str | CacheFactory, storage: Storage | None, attention: bool) -> CacheFactory:

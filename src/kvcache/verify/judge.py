@@ -113,6 +113,11 @@ def loss_of(steps: Sequence[Step], reference: Texts) -> Loss:
     return Loss(sum(divergences) / len(divergences), sum(agreements) / len(agreements))
 
 
+def reference_limit(decoder: Decoder) -> float:
+    """Return the error up to which rounding explains any output of a run with a cache in the reference's dtype."""
+    return ROUNDING_LIMIT[decoder.cached_dtype]
+
+
 def rounding_bound(errors: Errors, dtype: torch.dtype) -> float:
     """Return the error up to which rounding explains any output of a run in this dtype."""
     return FACTOR * max(errors.largest_uncached, FLOOR_ULPS * torch.finfo(dtype).eps)

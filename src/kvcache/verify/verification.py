@@ -14,12 +14,12 @@ from kvcache.storage.tokens import check_token_ids
 from kvcache.verify.causes import Case, likely_cause
 from kvcache.verify.decoder import Decoder
 from kvcache.verify.judge import (
-    ROUNDING_LIMIT,
     Errors,
     Place,
     beyond_rounding,
     errors_of,
     loss_of,
+    reference_limit,
     rounding_bound,
 )
 from kvcache.verify.layers import BEFORE_THE_FIRST, first_wrong_layer
@@ -164,7 +164,7 @@ class _Verification:
                 reason = f"cannot be run in {dtype_name(self.reference_decoder.dtype)}: {_raised(error)}"
         corruption = None
         if wrong_once_more:
-            bound = ROUNDING_LIMIT[self.reference_decoder.dtype]
+            bound = reference_limit(self.reference_decoder)
             corruption = self._corruption(scenario, self.reference_decoder, wrong_once_more[0], bound)
         elif wrong:
             corruption = self._corruption(scenario, self.decoder, wrong[0], rounding_bound(errors, self.decoder.dtype))
@@ -197,7 +197,7 @@ class _Verification:
         steps = scenario.run(self.reference_decoder, self.texts)
         errors = errors_of(steps, self.rounded_reference, self.rounded_reference)
         # Some models give NaN for padding in float64 alone (their mask's -1.8e308 is -inf in a float32 softmax).
-        return errors.above(ROUNDING_LIMIT[self.reference_decoder.dtype], count_nan=False)
+        return errors.above(reference_limit(self.reference_decoder), count_nan=False)
 
     def _corruption(self, scenario: Scenario, decoder: Decoder, place: Place, bound: float) -> Corruption:
         try:

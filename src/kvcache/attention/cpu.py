@@ -11,10 +11,12 @@ from torch.compiler import is_compiling
 
 from kvcache import native
 from kvcache.attention.arguments import AttentionArguments
-from kvcache.attention.encoded import Store, stored_data
+from kvcache.attention.encoded import Store, decoded_dtype, stored_data
+from kvcache.attention.processor import has_amx
 from kvcache.errors import InvalidValueError
 
 BEST = -1  # of native.kernels.INSTRUCTION_SETS
+MOST_QUERIES = 4096  # of a sequence, that the kernel takes at once
 SMALLEST_SOFTCAP = 1e-30  # scores divided by less would leave float32's range
 
 
@@ -35,7 +37,7 @@ def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch
         or v_format is None
         or q.dtype not in native.FORMATS
         or not q.is_cpu
-        or (q.shape[2] > native.FEW_QUERIES and softcap is None)
+        or (softcap is None and _sdpa_is_faster(q.shape[2], k))
         or (softcap is not None and softcap < SMALLEST_SOFTCAP)
         or q.shape[3] > native.MAX_HEAD_DIM
         or not 0 < v_head_dim <= native.MAX_HEAD_DIM
@@ -70,6 +72,13 @@ def kernel_attention(arguments: AttentionArguments) -> tuple[torch.Tensor, torch
         return_lse,
     )
     return output, lse if return_lse else None
+
+
+def _sdpa_is_faster(num_queries: int, k: Store) -> bool:
+    """Whether PyTorch computes so many queries in less time, or less memory: the kernel keeps all of its results."""
+    if num_queries <= native.FEW_QUERIES:
+        return False
+    return num_queries > MOST_QUERIES or (decoded_dtype(k) == torch.bfloat16 and has_amx())
 
 
 def _format(store: Store) -> int | None:

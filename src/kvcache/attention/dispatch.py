@@ -90,9 +90,10 @@ def attend(
         (float64), which is -inf where nothing is seen and there are no sink logits. Slots that no query sees are
         never read into the result, whatever they hold. The result is differentiable where inputs require it.
 
-    On a CPU the native kernel serves up to 8 new tokens, with softcap any number, with D and Dv up to 512, and reads
-    keys and values once, as they are stored (a store whose channels do not lie side by side is copied first). More
-    tokens, and float64, go through PyTorch's SDPA in parts that need no mask of T x S. Gradients and other devices:
+    On a CPU the native kernel serves up to 4096 new tokens, with softcap any number, with D and Dv up to 512, and reads
+    keys and values once for 32 of them, as they are stored (a store whose channels do not lie side by side is copied
+    first). More tokens, float64, and bfloat16 where the CPU multiplies matrices of it (AMX), go through PyTorch's SDPA
+    in parts that need no mask of T x S. Gradients and other devices:
     SDPA where its options suffice, else plain operations, more slowly; float64 with softcap too.
 
     Raises:

@@ -1,6 +1,6 @@
 """Attention through PyTorch's SDPA: on a CPU in parts, elsewhere through the public function."""
 
-from functools import cache, reduce
+from functools import reduce
 
 import torch
 from torch.autograd import forward_ad
@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcache.attention.arguments import AttentionArguments
 from kvcache.attention.encoded import decode_data, decoded_dtype, stored_data
 from kvcache.attention.parts import attention_by_parts, has_flash
+from kvcache.attention.processor import has_amx
 from kvcache.attention.visibility import visible_slots
 
 MEMORY_BOUND_QUERIES = 8  # up to so many, reading the keys and values takes longer than the arithmetic
@@ -73,13 +74,7 @@ def _arithmetic_dtype(dtype: torch.dtype, num_queries: int) -> torch.dtype:
     """
     if dtype not in (torch.float16, torch.bfloat16) or num_queries <= MEMORY_BOUND_QUERIES:
         return dtype
-    return dtype if dtype == torch.bfloat16 and _has_amx() else torch.float32
-
-
-@cache
-def _has_amx() -> bool:
-    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return supported is not None and bool(supported())
+    return dtype if dtype == torch.bfloat16 and has_amx() else torch.float32
 
 
 def _public_attention(arguments: AttentionArguments) -> torch.Tensor:

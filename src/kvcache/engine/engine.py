@@ -4,7 +4,6 @@ import os
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -13,15 +12,17 @@ from transformers import PreTrainedModel
 from kvcache.checks import check_int
 from kvcache.engine.completion import Completion
 from kvcache.engine.job import Job, Pieces
-from kvcache.engine.model import fitting_in_engine, longest_text, spec_of, warn_of_what_is_not_done
+from kvcache.engine.model import fitting_in_engine, longest_text, warn_of_what_is_not_done
 from kvcache.engine.options import options_of
 from kvcache.engine.request import Request
 from kvcache.engine.room import Room
+from kvcache.engine.runner import Runner
 from kvcache.engine.scheduler import Scheduler
 from kvcache.engine.worker import Worker
 from kvcache.errors import InvalidTypeError, InvalidValueError
-from kvcache.hf import forward_step, load_model, use_attention
+from kvcache.hf import load_model
 from kvcache.hf.guard import check_decoder_only
+from kvcache.hf.native_decoder import Weights
 from kvcache.hf.prompt import Prompt, check_known_ids, prompt_ids
 from kvcache.prefix import PrefixCache, PrefixStatistics
 from kvcache.prefix.keys import encoded
@@ -38,7 +39,8 @@ class Engine:
     One engine may be used from many threads, and from asyncio; its model belongs to it meanwhile.
 
     Args:
-        model: a transformers decoder that `kvcache.hf.forward_step` can run.
+        model: a transformers decoder that `kvcache.hf.forward_step` can run. One that `kvcache.hf.NativeDecoder` fits
+            runs through that, several times faster on a CPU.
         tokenizer: its tokenizer.
         memory: for keys and values, in bytes or as in "2GiB"; default: a quarter of what is free, and no more than 16
             texts of the model's whole context take.
@@ -48,6 +50,7 @@ class Engine:
         max_step_tokens: tokens that run in one step, those of texts whose prompt has run first; at least one of a
             prompt; >= 1.
         max_running: texts that run at once at most, >= 1.
+        weights: "int8" for a copy of the model's matrices in int8, as of `kvcache.hf.NativeDecoder`; default: its own.
 
     Attributes:
         model, tokenizer: as given.
@@ -75,6 +78,7 @@ class Engine:
         block_size: int = 64,
         max_step_tokens: int = 512,
         max_running: int = 64,
+        weights: Weights | None = None,
     ) -> None:
         check_decoder_only(model)
         if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
@@ -83,7 +87,8 @@ class Engine:
         max_step_tokens = check_int("max_step_tokens", max_step_tokens, minimum=1)
         max_running = check_int("max_running", max_running, minimum=1)
         kept = check_storage("storage", model.dtype if storage is None else storage)
-        spec = spec_of(model)
+        self._runner = Runner(model, weights)
+        spec = self._runner.spec
         warn_of_what_is_not_done(model.generation_config)
         self.model: Any = model
         self.tokenizer = tokenizer
@@ -91,8 +96,8 @@ class Engine:
         held = room.tokens_to_hold(memory, num_tokens, longest_text(model), model.device)
         pool = BlockPool(spec, room.blocks(held), block_size, kept, model.device)
         self._prefixes = PrefixCache(pool, model)
-        scheduler = Scheduler(self._prefixes, partial(forward_step, model), max_step_tokens, max_running)
-        self._worker = Worker(scheduler, partial(use_attention, model))
+        scheduler = Scheduler(self._prefixes, self._runner.forward, max_step_tokens, max_running)
+        self._worker = Worker(scheduler, self._runner.around)
         weakref.finalize(self, self._worker.stop)  # its thread knows the worker, and nobody but callers the engine
 
     @classmethod
@@ -133,6 +138,12 @@ class Engine:
     def storage(self) -> str:
         """How rows are kept there."""
         return self._prefixes.pool.storage
+
+    @property
+    def runs_through(self) -> str:
+        """What runs the model: "kvcache's own decoder", or "transformers' forward: " and why."""
+        reason = self._runner.reason
+        return str(self._runner) if reason is None else f"{self._runner}: {reason}"
 
     @property
     def longest_text(self) -> int | None:
@@ -250,7 +261,7 @@ class Engine:
 
     def __repr__(self) -> str:
         size = f"{self.num_tokens:,} tokens, {self.nbytes / 1e6:,.1f} MB"
-        return f"Engine({type(self.model).__name__}, room for {size} in {self.storage})"
+        return f"Engine({type(self.model).__name__}, through {self._runner}, room for {size} in {self.storage})"
 
     def _request(self, prompt: Prompt, namespace: Any, options: dict[str, Any]) -> Request:
         checked = options_of(self.model.generation_config, options)

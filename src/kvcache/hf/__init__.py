@@ -14,6 +14,7 @@ else:
 from kvcache.hf.attention import FusedAttention, use_attention
 from kvcache.hf.cache import EncoderDecoderModelCache, ModelCache, cache_for
 from kvcache.hf.models import LoadedModel, load_model
+from kvcache.hf.native_decoder import NativeDecoder
 from kvcache.hf.pooled import forward_step
 from kvcache.hf.session import Completion, Session
 from kvcache.hf.turn import Usage
@@ -24,6 +25,7 @@ __all__ = [
     "FusedAttention",
     "LoadedModel",
     "ModelCache",
+    "NativeDecoder",
     "Session",
     "Usage",
     "cache_for",

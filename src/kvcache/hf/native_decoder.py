@@ -20,7 +20,6 @@ from kvcache.storage.step import Step
 
 Weights = Literal["int8"]
 
-FEW = 24  # tokens of a step: up to so many the kernels are faster than PyTorch's matrix products
 LOOK_EVERY = 8  # steps of single tokens; a look takes 4 % of a step of a small model
 _TRIED = 5  # tokens that are run both ways
 _TOLERANCE = 0.1  # of the logits' norm: rounding in 16 bits stays well below, another function does not
@@ -112,7 +111,7 @@ class NativeDecoder:
         self._pools.add(step.pool)
 
     def _run(self, step: Step, places: torch.Tensor | None) -> torch.Tensor:
-        if sum(step.num_tokens) <= FEW and _kernels_take(step.pool):
+        if sum(step.num_tokens) < self._many.worth_it and _kernels_take(step.pool):
             return self._few.run(step, places)
         return self._many.run(step, places)
 

@@ -17,17 +17,6 @@ constexpr int64_t TOGETHER = 64;         // tokens of a head that are worked on 
 constexpr int64_t PER_THREAD = 1 << 15;  // numbers that are worth a thread
 constexpr float LARGEST_HALF = 65504.0f, HALF_EPS = 0x1p-10f, SMALLEST_HALF = 0x1p-24f;
 
-template <class T, int N, class F>
-inline T fold(Vector<T, N> x, const F& join) {
-  if constexpr (N == 4) {
-    return join(join(x[0], x[1]), join(x[2], x[3]));
-  } else {
-    Vector<T, N / 2> halves[2];
-    std::memcpy(halves, &x, sizeof x);
-    return fold<T, N / 2>(join(halves[0], halves[1]), join);
-  }
-}
-
 // What 32 channels share, as 16 bits each, and their codes, each in the last bits of a word.
 struct Group {
   uint16_t offset, step;

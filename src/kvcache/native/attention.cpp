@@ -6,6 +6,7 @@
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1; the splits are Flash-Decoding's.
 #include "attention.hpp"
 
+#include "many_queries.hpp"
 #include "panels.hpp"
 
 #if defined(_OPENMP)
@@ -34,7 +35,7 @@ class Kernel {
     const int64_t queries_size = int64_t(rows_of(work)) * k_dim;
     float* queries = scratch;
     float* decoded = queries + heads * queries_size;
-    float* scores = decoded + MAX_TILE * (k_dim + v_dim);
+    float* scores = decoded + MAX_TILE * (2 * k_dim + v_dim);
     for (int h = 0; h < heads; ++h) {
       load_queries(work, first_head + h, queries + h * queries_size);
       for (int panel = 0; panel * PANEL < rows_of(work); ++panel) state_of(split, first_head + h, panel).reset();
@@ -48,7 +49,7 @@ class Kernel {
         else if (end < slots.end) next = address(a.k, work, first_head, end);
         const Tile tile = {work, split, first_head + h, begin, end, queries + h * queries_size, scores, next};
         if (rows_of(work) <= PANEL) run_panel(tile);
-        else run_panels(tile, decoded, decoded + MAX_TILE * k_dim);
+        else run_many(tile, decoded);
       }
     }
   }
@@ -193,21 +194,41 @@ class Kernel {
     });
   }
 
-  // Several panels read keys and values that are decoded once.
-  void run_panels(const Tile& tile, float* keys, float* values) const {
-    const Reader& floats = READERS[int(Format::Float32)];
+  // More query rows read keys and values that are decoded once.
+  void run_many(const Tile& tile, float* decoded) const {
     const int slots = int(tile.end - tile.begin);
-    for_key_runs(tile, [&](const Run& run, int first) { k_reader.decode(run, a.k.head_dim, keys + first * k_dim); });
+    float *rows = decoded, *keys = rows + MAX_TILE * k_dim, *values = keys + MAX_TILE * k_dim;
+    for_key_runs(tile, [&](const Run& run, int first) { k_reader.decode(run, a.k.head_dim, rows + first * k_dim); });
     for_value_runs(tile, [&](const Run& run, int first) { v_reader.decode(run, a.v.head_dim, values + first * v_dim); });
-    const Run key_run = {(const char*)keys, k_dim * 4, slots, {}}, value_run = {(const char*)values, v_dim * 4, slots, {}};
-    for (int panel = 0; panel * PANEL < rows_of(tile.work); ++panel) {
-      const int rows = panel_rows(tile.work, panel);
-      const PanelState state = state_of(tile.split, tile.kv_head, panel);
-      const float* queries = tile.queries + int64_t(panel) * PANEL * k_dim;
-      floats.score[rows - 1](key_run, whole_pairs(a.k.head_dim), queries, k_dim, tile.scores);
-      weigh(tile, panel, state);
-      floats.accumulate[rows - 1](value_run, whole_pairs(a.v.head_dim), tile.scores, state.sums, v_dim);
+    for (int s = 0; s < slots; s += 4) {
+      const float* four[4];
+      for (int j = 0; j < 4; ++j) four[j] = rows + min(s + j, slots - 1) * k_dim;
+      transpose_four(four, k_dim, keys + s);
     }
+    for (int row = 0; row < rows_of(tile.work); row += ROWS) {
+      const int count = int(min(ROWS, rows_of(tile.work) - row));
+      SCORE_MANY[count - 1](tile.queries + int64_t(row) * k_dim, k_dim, keys, tile.scores);
+      float* sums[ROWS];
+      for (int i = 0; i < count; ++i) {
+        const PanelState panel = state_of(tile.split, tile.kv_head, (row + i) / PANEL);
+        const int lane = (row + i) % PANEL;
+        sums[i] = panel.sums + lane * v_dim;
+        weigh_row(tile, row + i, slots, tile.scores + i * MAX_TILE, {panel.row_max + lane, panel.row_sum + lane, sums[i]});
+      }
+      ACCUMULATE_MANY[count - 1](tile.scores, slots, values, v_dim, sums);
+    }
+  }
+
+  // Turn a row's scores into weights; slots that it does not see have none.
+  void weigh_row(const Tile& tile, int row, int slots, float* scores, const RowState& state) const {
+    if (a.softcap > 0)
+      for (int i = 0; i < MAX_TILE; i += W) store(scores + i, tanh(load<V>(scores + i)) * (a.softcap * LOG2E));
+    const int64_t slot = tile.work.slot + row / group;
+    const Visible seen = visible(a, tile.work.start, slot);
+    for (int s = int(min(slots, max(0, slot + 1 - tile.begin))); s < MAX_TILE; ++s) scores[s] = -INF;
+    for (int64_t s = max(tile.begin, seen.sinks_end); s < min(tile.end, seen.window_start); ++s)
+      scores[s - tile.begin] = -INF;
+    softmax_row(scores, state, v_dim);
   }
 
   // Turn a panel's scores into weights.

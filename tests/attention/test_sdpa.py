@@ -127,7 +127,7 @@ def test_every_option_equals_the_oracle_in_pieces_of_any_size(drawn, data):
 def test_16_bit_input_is_right_in_both_arithmetics(amx, dtype, queries, options):
     q, k, v = random_qkv(queries=queries, slots=60, dtype=dtype)
     expected, expected_lse = attend_rows(q, k, v, **options)
-    with patch.object(sdpa, "_has_amx", lambda: amx), patch.object(parts, "PIECE", 16):
+    with patch.object(sdpa, "has_amx", lambda: amx), patch.object(parts, "PIECE", 16):
         output, lse = in_parts(q, k, v, **options)
     assert output.dtype == dtype
     assert lse.dtype == torch.float32
@@ -151,7 +151,7 @@ def test_16_bit_input_is_right_in_both_arithmetics(amx, dtype, queries, options)
 def test_many_16_bit_queries_are_computed_in_float32_but_where_the_cpu_multiplies_bfloat16(
     dtype, queries, amx, expected
 ):
-    with patch.object(sdpa, "_has_amx", lambda: amx):
+    with patch.object(sdpa, "has_amx", lambda: amx):
         assert sdpa._arithmetic_dtype(dtype, queries) == expected
 
 

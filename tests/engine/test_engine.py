@@ -251,7 +251,10 @@ def test_the_memory_is_no_more_than_was_asked_for(tokenizer):
 def test_the_memory_has_room_for_16_texts_where_nothing_is_said(model, tokenizer):
     with Engine(model, tokenizer) as engine:
         assert engine.num_tokens == 16 * 128
-        assert repr(engine) == "Engine(LlamaForCausalLM, through transformers' forward, room for 2,048 tokens, 1.0 MB in float64)"
+        assert (
+            repr(engine)
+            == "Engine(LlamaForCausalLM, through transformers' forward, room for 2,048 tokens, 1.0 MB in float64)"
+        )
     with Engine(gemma3(), tokenizer) as engine:
         assert engine.num_tokens == 16 * 128
     rope, limit = CHANGING_POSITIONS["longrope"]

@@ -9,19 +9,20 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from kvcache import BlockPool, CacheSpec, InvalidTypeError, InvalidValueError, LayerSpec, NotSupportedError
-from kvcache.decoder import Linear
+from kvcache.decoder import Linear, ManyRows
 from kvcache.decoder.weights import in_int8
 from kvcache.hf.describe import FAMILIES
-from kvcache.hf.native_decoder import FEW, LOOK_EVERY, NativeDecoder
+from kvcache.hf.native_decoder import LOOK_EVERY, NativeDecoder
 from tests.decoder.reference import weights_of
 from tests.hf.runs import ids_of
 from tests.hf.tiny_models import CHANGING_POSITIONS, gemma, gemma2, gemma3, gpt2, llama, mistral, qwen2, qwen3
 from tests.kernels import needs_kernels
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("one_thread", "softmax_in_float64")]
+pytestmark = [needs_kernels, pytest.mark.usefixtures("one_thread", "softmax_in_float64", "few_tokens_are_few")]
 
 FLOAT32 = torch.float32
 IDS = ids_of(40, seed=5)  # windows are 5 and 6
+FEW = 24  # tokens of a step that go through the kernels, here
 FEW_AT_ONCE = [5, 1, 1, 14, 8, 11]
 SIZES = {"intermediate_size": 64}  # whole groups of 32, for int8
 
@@ -54,6 +55,14 @@ MODELS = {
     "Gemma3": (gemma3, {}),
     "Gemma3, tied head": (gemma3, {"tie_word_embeddings": True, "query_pre_attn_scalar": 3, "initializer_range": 0.05}),
 }
+
+
+@pytest.fixture
+def few_tokens_are_few(monkeypatch):
+    """So that steps of a few dozen tokens go either way."""
+    monkeypatch.setattr(ManyRows, "worth_it", FEW + 1)
+
+
 every_model = pytest.mark.parametrize("name", MODELS)
 
 

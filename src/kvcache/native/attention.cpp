@@ -196,18 +196,18 @@ class Kernel {
 
   // More query rows read keys and values that are decoded once.
   void run_many(const Tile& tile, float* decoded) const {
-    const int slots = int(tile.end - tile.begin);
+    const int slots = int(tile.end - tile.begin), k_channels = whole_pairs(a.k.head_dim);
     float *rows = decoded, *keys = rows + MAX_TILE * k_dim, *values = keys + MAX_TILE * k_dim;
     for_key_runs(tile, [&](const Run& run, int first) { k_reader.decode(run, a.k.head_dim, rows + first * k_dim); });
     for_value_runs(tile, [&](const Run& run, int first) { v_reader.decode(run, a.v.head_dim, values + first * v_dim); });
     for (int s = 0; s < slots; s += 4) {
       const float* four[4];
       for (int j = 0; j < 4; ++j) four[j] = rows + min(s + j, slots - 1) * k_dim;
-      transpose_four(four, k_dim, keys + s);
+      transpose_four(four, k_channels, keys + s);
     }
     for (int row = 0; row < rows_of(tile.work); row += ROWS) {
       const int count = int(min(ROWS, rows_of(tile.work) - row));
-      SCORE_MANY[count - 1](tile.queries + int64_t(row) * k_dim, k_dim, keys, tile.scores);
+      SCORE_MANY[count - 1](tile.queries + int64_t(row) * k_dim, k_dim, k_channels, keys, tile.scores);
       float* sums[ROWS];
       for (int i = 0; i < count; ++i) {
         const PanelState panel = state_of(tile.split, tile.kv_head, (row + i) / PANEL);
@@ -215,7 +215,7 @@ class Kernel {
         sums[i] = panel.sums + lane * v_dim;
         weigh_row(tile, row + i, slots, tile.scores + i * MAX_TILE, {panel.row_max + lane, panel.row_sum + lane, sums[i]});
       }
-      ACCUMULATE_MANY[count - 1](tile.scores, slots, values, v_dim, sums);
+      ACCUMULATE_MANY[count - 1](tile.scores, slots, values, v_dim, whole_pairs(a.v.head_dim), sums);
     }
   }
 

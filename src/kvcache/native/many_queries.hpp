@@ -29,15 +29,15 @@ inline void transpose_four(const float* const* rows, int count, float* to) {
   }
 }
 
-// Write the products of N query rows with a tile's keys (k_dim, MAX_TILE): scores[row * MAX_TILE + slot].
+// Write the products of N query rows with a tile's keys (channels, MAX_TILE): scores[row * MAX_TILE + slot].
 template <int N>
-void score_many(const float* queries, int k_dim, const float* keys, float* scores) {
+void score_many(const float* queries, int q_stride, int channels, const float* keys, float* scores) {
   for (int s = 0; s < MAX_TILE; s += PAIR) {
     V sum[N][2] = {};
-    for (int c = 0; c < k_dim; ++c) {
+    for (int c = 0; c < channels; ++c) {
       const V a = load<V>(keys + c * MAX_TILE + s), b = load<V>(keys + c * MAX_TILE + s + W);
       unroll<N>([&](auto i) KVCACHE_INLINE {
-        const float x = queries[i * k_dim + c];
+        const float x = queries[i * q_stride + c];
         sum[i][0] = a * x + sum[i][0];
         sum[i][1] = b * x + sum[i][1];
       });
@@ -49,17 +49,18 @@ void score_many(const float* queries, int k_dim, const float* keys, float* score
   }
 }
 
-// Add a tile's weighted values (slots, v_dim) to the sums of N rows.
+// Add a tile's weighted values (slots, channels) to the sums of N rows.
 template <int N>
-void accumulate_many(const float* weights, int slots, const float* values, int v_dim, float* const* sums) {
-  for (int d = 0; d < v_dim; d += PAIR) {
+void accumulate_many(const float* weights, int slots, const float* values, int v_stride, int channels,
+                     float* const* sums) {
+  for (int d = 0; d < channels; d += PAIR) {
     V sum[N][2];
     unroll<N>([&](auto i) KVCACHE_INLINE {
       sum[i][0] = load<V>(sums[i] + d);
       sum[i][1] = load<V>(sums[i] + d + W);
     });
     for (int s = 0; s < slots; ++s) {
-      const V a = load<V>(values + s * v_dim + d), b = load<V>(values + s * v_dim + d + W);
+      const V a = load<V>(values + s * v_stride + d), b = load<V>(values + s * v_stride + d + W);
       unroll<N>([&](auto i) KVCACHE_INLINE {
         const float weight = weights[i * MAX_TILE + s];
         sum[i][0] = a * weight + sum[i][0];
@@ -73,9 +74,9 @@ void accumulate_many(const float* weights, int slots, const float* values, int v
   }
 }
 
-constexpr void (*SCORE_MANY[ROWS])(const float*, int, const float*, float*) = {
+constexpr void (*SCORE_MANY[ROWS])(const float*, int, int, const float*, float*) = {
     score_many<1>, score_many<2>, score_many<3>, score_many<4>, score_many<5>, score_many<6>};
-constexpr void (*ACCUMULATE_MANY[ROWS])(const float*, int, const float*, int, float* const*) = {
+constexpr void (*ACCUMULATE_MANY[ROWS])(const float*, int, const float*, int, int, float* const*) = {
     accumulate_many<1>, accumulate_many<2>, accumulate_many<3>,
     accumulate_many<4>, accumulate_many<5>, accumulate_many<6>};
 

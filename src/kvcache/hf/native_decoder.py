@@ -40,6 +40,7 @@ class NativeDecoder:
             step reads of them in 16 bits. Default: as they are.
         product_dtype: of the matrix products of steps with many tokens; default: the fastest for these weights on this
             processor, which for 16-bit and int8 weights may be bfloat16.
+        many_from: tokens of a step from which on PyTorch multiplies; default: from where that is faster.
 
     Raises:
         NotSupportedError: the model does not fit, and which part of it; or there are no native kernels.
@@ -55,7 +56,12 @@ class NativeDecoder:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, weights: Weights | None = None, product_dtype: torch.dtype | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        weights: Weights | None = None,
+        product_dtype: torch.dtype | None = None,
+        many_from: int | None = None,
     ) -> None:
         if weights not in (None, "int8"):
             raise InvalidValueError(f"weights is {weights!r}; expected None or 'int8'")
@@ -64,6 +70,7 @@ class NativeDecoder:
         self._model = model
         self._weights = weights
         self._product_dtype = product_dtype
+        self._many_from = many_from
         self._steps_since_look = 0
         self._pools: WeakSet[BlockPool] = WeakSet()  # that were found to be for this model
         self._read()
@@ -111,7 +118,8 @@ class NativeDecoder:
         self._pools.add(step.pool)
 
     def _run(self, step: Step, places: torch.Tensor | None) -> torch.Tensor:
-        if sum(step.num_tokens) < self._many.worth_it and _kernels_take(step.pool):
+        many_from = self._many.worth_it if self._many_from is None else self._many_from
+        if sum(step.num_tokens) < many_from and _kernels_take(step.pool):
             return self._few.run(step, places)
         return self._many.run(step, places)
 

@@ -18,6 +18,7 @@ from kvcache.storage.model_config import decoder_config
 from kvcache.verify.decoder import Decoder
 from kvcache.verify.huggingface import BLOCK_SIZE, logits_through_codec, loses
 
+MANY_FROM = 25  # tokens of a step, so that prompts run the one way, and chunks and what is decoded the other
 Cache = list[Sequence]  # one for each text, all of one pool
 
 
@@ -46,7 +47,7 @@ class NativePoolDecoder(Decoder):
         self.module = check_decoder_only(model)
         self.storage = None if storage is None else check_storage("storage", storage)
         self.weights = weights
-        self._native: NativeDecoder | None = NativeDecoder(model, weights=weights)
+        self._native: NativeDecoder | None = NativeDecoder(model, weights=weights, many_from=MANY_FROM)
         self._coded: PreTrainedModel | None = None
         config = decoder_config(model.config)
         self.vocab_size = config.vocab_size
@@ -131,7 +132,7 @@ class NativePoolDecoder(Decoder):
             if self.dtype != self.cached_dtype:
                 model = copy.deepcopy(model).float()  # type: ignore[no-untyped-call]
             products = self.cached_dtype if self.cached_dtype == torch.float32 else None
-            self._native = NativeDecoder(model, weights=self.weights, product_dtype=products)
+            self._native = NativeDecoder(model, weights=self.weights, product_dtype=products, many_from=MANY_FROM)
         return self._native
 
     def _coded_module(self) -> PreTrainedModel:

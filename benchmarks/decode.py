@@ -19,7 +19,8 @@ up, and so are larger batches of it.
                   the context, once, at the bandwidth that is measured before each case (the median of all)
     prefill       seconds from asking to the first token, of several prompts to the last one's
     seen          likewise, milliseconds, when the prompts were seen before
-    memory        the most that the process had, and before the prompts came
+    memory        the most that the process had, and before the prompts came; vLLM gets whole GiB for keys and values,
+                  the others what the prompts need or take
     same          how many tokens each prompt has, at its beginning, that the engine gives in float32
 
 The last table is of speculation: code is to be repeated with one change, and the engine guesses the next tokens from
@@ -129,6 +130,7 @@ class Bench:
             "new_tokens": new_tokens,
             "rounds": rounds,
             "max_length": max_length,
+            "num_tokens": case.batch * max_length,
             "memory": -(-case.batch * max_length * token_nbytes // GIB) * GIB,
             "warm_up": WARM_UP,
             **({} if case.lookup is None else {"lookup": case.lookup}),

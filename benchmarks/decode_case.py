@@ -41,7 +41,7 @@ def new_engine(job: Job) -> kvcache.Engine:
         options: dict[str, Any] = {"dtype": "bfloat16", "weights": INT8}
     else:
         options = {"dtype": job["dtype"]}
-    return kvcache.Engine.from_pretrained(job["model"], memory=job["memory"], **options)
+    return kvcache.Engine.from_pretrained(job["model"], num_tokens=job["num_tokens"], **options)
 
 
 @contextmanager
@@ -67,6 +67,7 @@ def kvcache_engine(job: Job) -> Result:
             start = time.perf_counter()
             options: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": [], "do_sample": False}
             answers = engine.generate_many(prompts, progress=False, **options)
+            _ = engine.statistics  # comes between two steps, so that the end of the last one is noted
             ended = [end - start for end in ends]
             firsts = [bisect_left(ended, answer.timings.first_token) for answer in answers]
             return {

@@ -11,6 +11,7 @@ from rich.console import Console
 from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli import dialogue, options, units
 from kvcache.cli.conversation import Conversation
+from kvcache.cli.start import collect_again
 from kvcache.errors import InvalidValueError
 from kvcache.memory import free_memory, parse_size
 from kvcache.storage.codecs import check_storage
@@ -39,6 +40,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(help="End an answer after this many tokens.", min=1)] = 512,
     dtype: options.Dtype = "float32",
     storage: options.Storage = None,
+    weights: options.Weights = None,
     device: options.Device = "cpu",
     memory: Annotated[
         str | None,
@@ -67,6 +69,7 @@ def chat(
     """
     dtype = dtype_name(check_dtype("--dtype", dtype))
     kept = check_storage("--storage", dtype if storage is None else storage)
+    compressed = options.check_weights(weights)
     nbytes = None if memory is None else parse_size("--memory", memory)
     options.check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     if sys.stdin is None:
@@ -82,7 +85,8 @@ def chat(
         free = free_memory(device)
         if nbytes is not None and free is not None and nbytes > free:
             raise InvalidValueError(f"--memory is {units.size(nbytes)}; {units.size(free)} are free beside the model")
-        engine = Engine(*loaded, memory=nbytes, storage=kept)
+        engine = Engine(*loaded, memory=nbytes, storage=kept, weights=compressed)
+        collect_again()
     with engine:
         answerer = EngineAnswerer(
             engine,
@@ -95,7 +99,8 @@ def chat(
             seed=seed,
         )
         room = units.size(engine.nbytes) + (f" in {kept.name}" if kept.name != dtype else "")
-        started = f"{model} in {dtype}, memory for {engine.num_tokens:,} tokens ({room}). /help lists the commands."
+        ran = engine.runs_through.partition(": ")[0]  # and not why
+        started = f"{model} in {dtype} through {ran}, memory for {engine.num_tokens:,} tokens ({room}). /help lists the commands."
         messages.print(started, markup=False, soft_wrap=True)
         is_terminal = sys.stdin.isatty()
         if is_terminal:

@@ -12,6 +12,7 @@ from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli import options, units
 from kvcache.cli.progress import progress_bar
 from kvcache.cli.prompt import encode, read_prompt
+from kvcache.cli.start import Stopwatch, collect_again
 from kvcache.errors import InvalidValueError, NotSupportedError
 from kvcache.storage.codecs import check_storage
 
@@ -40,6 +41,7 @@ def generate(
     ] = 0,
     dtype: options.Dtype = "float32",
     storage: options.Storage = None,
+    weights: options.Weights = None,
     device: options.Device = "cpu",
     raw: Annotated[
         bool, typer.Option("--raw", help="Give the prompt as it is, without the model's chat template.")
@@ -71,8 +73,11 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     dtype = dtype_name(check_dtype("--dtype", dtype))
     kept = None if storage is None else check_storage("--storage", storage)
+    compressed = options.check_weights(weights)
     if kept is not None and not cache:
         raise InvalidValueError("--storage says how a cache keeps rows; leave --no-cache out")
+    if compressed is not None and not cache:
+        raise InvalidValueError("--weights are the engine's, which keeps a cache; leave --no-cache out")
     if compare and not cache:
         raise InvalidValueError("--compare runs with and without a cache; leave --no-cache out")
     if prompt_lookup and not cache:
@@ -83,13 +88,16 @@ def generate(
         )
     options.check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     messages = Console(stderr=True)
+    start = Stopwatch()
 
     with messages.status("Starting") as status:
         from kvcache import hf  # first, as it says what to install where transformers is missing
         from kvcache.cli import report, run
         from kvcache.hf.prompt import fitting_new_tokens
 
+        start.end("imports")
         loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
+        start.end("model")
         prompt_ids = encode(loaded.tokenizer, text, raw)
         fitting = fitting_new_tokens(loaded.model, len(prompt_ids))
         generation = {
@@ -106,36 +114,44 @@ def generate(
         continued = run.Text(*loaded, prompt_ids, generation)
         if cache:
             continued.check_memory(kept)
-        continued.warm_up()
+        collect_again()
     if max_new_tokens > fitting:
         room = units.count(fitting, "new token")
         messages.print(f"The model's context has room for {room}, so no more are generated.")
 
     def show(piece: str) -> None:
+        start.end("first_token")
         if not as_json:
             print(piece, end="", flush=True)
 
     if not cache:
+        continued.warm_up()
+        start.end("warm_up")
         first = continued.without_cache(show)
     else:
         try:
-            first = continued.through_engine(kept, show)
+            first = continued.through_engine(kept, compressed, show, lambda: start.end("engine"))
         except NotSupportedError as error:
+            if compressed is not None:
+                raise NotSupportedError(f"--weights {weights} cannot be had for {model}: {error}") from error
             if prompt_lookup:
                 raise NotSupportedError(
                     f"--prompt-lookup is the engine's, in which {model} cannot run: {error}; leave it out"
                 ) from error
             why = f"{model} cannot run in the engine, so transformers runs it: {error}"
             messages.print(why, markup=False, soft_wrap=True)
+            continued.warm_up()
+            start.end("warm_up")
             first = continued.through_transformers(kept, show)
     show("\n")
     second = None
     if compare:
         with progress_bar(messages) as bar:
             task = bar.add_task("Again, without a cache", total=len(first.token_ids))
+            continued.warm_up()
             second = continued.without_cache(lambda _: None, lambda: bar.advance(task))
 
-    result = report.Report(model, dtype, torch.get_num_threads(), first, second)
+    result = report.Report(model, dtype, torch.get_num_threads(), first, second, start.seconds, compressed)
     if as_json:
         print(result.as_json())
     elif not quiet:

@@ -1,7 +1,7 @@
 """Options that several subcommands have, and what is checked of them together."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,13 @@ Storage = Annotated[
     str | None,
     typer.Option(
         help="How the cache keeps keys and values: bfloat16, int8, int8/int4 (apart) ...; default: the --dtype."
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help="int8 runs a copy of the model's matrices in int8, which takes half the reading of 16 bits; default: as "
+        "they are."
     ),
 ]
 Device = Annotated[str, typer.Option(help="A torch device, such as cpu or cuda.")]
@@ -57,6 +64,17 @@ PromptLookup = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", min=0, rich_help_panel=SAMPLING)]
+
+
+def check_weights(weights: str | None) -> Literal["int8"] | None:
+    """Return what `Engine` takes.
+
+    Raises:
+        InvalidValueError: it is something else.
+    """
+    if weights is None or weights == "int8":
+        return weights and "int8"
+    raise InvalidValueError(f"--weights is {weights!r}; expected int8, or leave it out")
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float) -> None:

@@ -1,7 +1,7 @@
 """The account of a generation: for people as a few lines, for machines as plain data."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -41,6 +41,7 @@ def as_data(run: Run) -> dict[str, Any]:
         "generated_tokens": len(run.token_ids),
         "token_ids": run.token_ids,
         "finish_reason": run.completion.finish_reason,
+        "runs_through": run.runs_through,
         "time_to_first_token_seconds": run.first_token_seconds,
         "decode_seconds": run.decode_seconds,
         "total_seconds": run.total_seconds,
@@ -91,15 +92,19 @@ class Report:
     threads: int
     run: Run
     uncached: Run | None = None  # the same again without a cache, where that was asked for
+    start_seconds: dict[str, float] = field(default_factory=dict)  # of each stage up to the first text
+    weights: str | None = None  # what the run had instead of the model's own
 
     def as_json(self) -> str:
         """Return all figures as one JSON object."""
         data = {
             "model": self.model,
             "dtype": self.dtype,
+            "weights": self.weights,
             "threads": self.threads,
             "prompt_tokens": self.run.prompt_tokens,
             "text": self.run.completion.text,
+            "start_seconds": {**self.start_seconds, "total": sum(self.start_seconds.values())},
             **as_data(self.run),
         }
         if self.uncached is not None:
@@ -113,18 +118,23 @@ class Report:
         console.width = max(console.width, 80)  # a table cut off says less than one that wraps
         console.print()
         if self.uncached is None:
-            console.print(_account_table(self.run))
+            console.print(_account_table(self.run, self.start_seconds))
         else:
             console.print(_comparison_table(self.run, self.uncached))
             console.print(f"\n[bold]{speedup(self.run, self.uncached):.2f}x[/bold] as fast with the cache.", end=" ")
-            console.print(f"Tokens are {_verdict(self.run, self.uncached, self.dtype)}.")
-        console.print(f"\n{self.model} in {self.dtype}, {units.count(self.threads, 'thread')}.", style="dim")
+            console.print(f"Tokens are {_verdict(self.run, self.uncached, self.dtype, self.weights)}.")
+        ran, _, why = self.run.runs_through.partition(": ")
+        ran += f" ({why})" if why else ""
+        line = f"{self.model} in {self.dtype} through {ran}, {units.count(self.threads, 'thread')}."
+        console.print(f"\n{line}", style="dim", markup=False, soft_wrap=True)
 
 
-def _account_table(run: Run) -> Table:
+def _account_table(run: Run, start_seconds: dict[str, float]) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
+    if start_seconds:
+        table.add_row("Start", _stages(start_seconds))
     generated = len(run.token_ids)
     ended = "ended by the model" if run.completion.finish_reason == "stop" else "ended by --max-new-tokens"
     table.add_row("Tokens", f"{run.prompt_tokens:,} in the prompt, {generated:,} generated ({ended})")
@@ -148,6 +158,11 @@ def _account_table(run: Run) -> Table:
     ratio = f" ({without / with_cache:.1f}x)" if without > with_cache else ""
     table.add_row("Q, K, V", f"{with_cache:,} projections a layer with a cache, {without:,} without{ratio}")
     return table
+
+
+def _stages(seconds: dict[str, float]) -> str:
+    stages = (f"{units.seconds(duration)} {name.replace('_', ' ')}" for name, duration in seconds.items())
+    return f"{units.seconds(sum(seconds.values()))}: {', '.join(stages)}"
 
 
 def _accepted(speculation: Speculation) -> str:
@@ -176,10 +191,12 @@ def _comparison_table(cached: Run, uncached: Run) -> Table:
     return table
 
 
-def _verdict(cached: Run, uncached: Run, dtype: str) -> str:
+def _verdict(cached: Run, uncached: Run, dtype: str, weights: str | None) -> str:
     parted = first_difference(cached, uncached)
     if parted is None:
         return f"identical, all {len(cached.token_ids)}"
+    if weights is not None:
+        return f"the same up to token {parted}: with the cache the weights are in {weights}, which rounds"
     if cached.cache is not None and cached.cache.storage not in (dtype, "float32", "float64"):
         return f"the same up to token {parted}: the cache keeps {dtype} as {cached.cache.storage}, which rounds"
     if dtype in ("float16", "bfloat16"):

@@ -21,6 +21,7 @@ from kvcache.hf import cache_for, use_attention
 from kvcache.hf.attention import attention_is_exchangeable
 from kvcache.hf.cache import ModelCache
 from kvcache.hf.guard import parameters_of_forward
+from kvcache.hf.native_decoder import Weights
 from kvcache.hf.versions import CACHE_ARGUMENT
 from kvcache.memory import free_memory
 from kvcache.storage import CacheSpec
@@ -46,6 +47,7 @@ class Run:
 
     completion: Completion
     cache: CacheAccount | None  # None: every step computed the whole sequence again
+    runs_through: str = "transformers' forward"  # what ran the model, as `Engine.runs_through` says it
 
     @property
     def prompt_tokens(self) -> int:
@@ -124,8 +126,19 @@ class Text:
                 f"{units.size(free)} are free; ask for fewer new tokens, or with --storage for fewer bits"
             )
 
-    def through_engine(self, storage: Storage | None, on_text: OnText) -> Run:
-        """Continue it through an engine with room for it alone; `storage` as in `Engine`.
+    def through_engine(
+        self,
+        storage: Storage | None,
+        weights: Weights | None,
+        on_text: OnText,
+        on_ready: Callable[[], object] = lambda: None,
+    ) -> Run:
+        """Continue it through an engine with room for it alone.
+
+        Args:
+            storage, weights: as of `Engine`.
+            on_text: gets the text.
+            on_ready: is called when the engine is made.
 
         Raises:
             NotSupportedError: the model cannot run so, or not for so long a text. No text has come.
@@ -134,13 +147,19 @@ class Text:
         if longest is not None and longest < self._max_tokens:
             raise NotSupportedError(f"its rotary positions change beyond {longest:,} tokens")
         with Engine(
-            self._model, self._tokenizer, num_tokens=self._max_tokens, storage=storage, max_running=1
+            self._model,
+            self._tokenizer,
+            num_tokens=self._max_tokens,
+            storage=storage,
+            max_running=1,
+            weights=weights,
         ) as engine:
+            on_ready()
             job = engine.submit(self._prompt_ids, **self._options)
             for piece in job:
                 on_text(piece)
             (completion,) = job.result()
-            return Run(completion, self._account_of(engine, completion))
+            return Run(completion, self._account_of(engine, completion), engine.runs_through)
 
     def through_transformers(self, storage: Storage | None, on_text: OnText) -> Run:
         """Continue it through the model's own forward and a cache of `cache_for`; `storage` as there."""
@@ -170,7 +189,7 @@ class Text:
         return Run(self._completion(next_logits, on_text), None)
 
     def warm_up(self) -> None:
-        """Run the prompt's first tokens once, so that no timed run pays for what a process does once."""
+        """Run the prompt's first tokens once, so that a timed run of its forward does not pay for what a process does once."""
         with torch.inference_mode():
             self._logits(self._prompt_ids[:64], use_cache=False)
 

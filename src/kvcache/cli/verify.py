@@ -12,6 +12,7 @@ from rich.text import Text
 from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli import options
 from kvcache.cli.progress import progress_bar
+from kvcache.cli.start import collect_again
 from kvcache.errors import InvalidValueError
 from kvcache.storage.codecs import check_storage
 
@@ -119,6 +120,7 @@ def verify(
         else:
             decoder = HuggingFaceDecoder(loaded.model, factory, storage=storage, attention=attention, is_lossy=lossy)
         texts = [loaded.tokenizer(passage)["input_ids"] for passage in PASSAGES]
+        collect_again()
     with progress_bar(messages) as progress:
         task = progress.add_task("", total=len(SCENARIOS))
         names = [scenario.name for scenario in SCENARIOS]

@@ -67,7 +67,14 @@ def test_the_second_turn_computes_only_what_is_new(chat, smollm2):
     # All of the first turn but its last token, which was sampled and never run.
     assert second["usage"] == {"prompt_tokens": 59, "cached_tokens": 44, "computed_tokens": 15, "completion_tokens": 8}
     assert first["timings"]["decode_tokens_per_second"] > 0
-    assert "smollm2 in float32, memory for 1,024 tokens (47.2 MB). /help lists the commands.\n" in err
+    through = "through kvcache's own decoder"
+    assert f"smollm2 in float32 {through}, memory for 1,024 tokens (47.2 MB). /help lists the commands.\n" in err
+
+
+def test_weights_may_be_in_int8(chat, smollm2):
+    status, out, err = chat(["What is the capital of France?"], "--weights", "int8")
+    assert (status, out) == (0, "The capital of France is Paris.\n")
+    assert "smollm2 in float32 through kvcache's own decoder, weights in int8, memory for " in err
 
 
 def test_a_branch_of_an_earlier_turn_finds_it_cached(chat, smollm2):

@@ -2,6 +2,7 @@ import copy
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -40,12 +41,14 @@ def test_it_answers_and_gives_an_account(capsys, smollm2):
     text, account = out.split("\n\n", 1)
     assert text == "The capital of France is Paris."
     lines = [line.rstrip() for line in account.splitlines()]
-    assert lines[0] == "Tokens   37 in the prompt, 8 generated (ended by the model)"
-    assert lines[1].startswith("Prefill  ")
-    assert lines[2].startswith("Decode   ")
-    assert lines[2].endswith(" for 7 tokens")
-    assert lines[3] == "Cache    2.0 MB used of 2.9 MB, 46,080 bytes a token in float32"
-    assert lines[4] == "Q, K, V  132 projections a layer with a cache, 972 without (7.4x)"
+    assert re.fullmatch(r"Start    [\d.]+ s: [\d.]+ s imports, [\d.]+ s model, .* s engine, .* s first token", lines[0])
+    assert lines[1] == "Tokens   37 in the prompt, 8 generated (ended by the model)"
+    assert lines[2].startswith("Prefill  ")
+    assert lines[3].startswith("Decode   ")
+    assert lines[3].endswith(" for 7 tokens")
+    assert lines[4] == "Cache    2.0 MB used of 2.9 MB, 46,080 bytes a token in float32"
+    assert lines[5] == "Q, K, V  132 projections a layer with a cache, 972 without (7.4x)"
+    assert lines[-1].startswith("smollm2 in float32 through kvcache's own decoder, ")
     assert "Traceback" not in err
 
 
@@ -66,6 +69,10 @@ def test_json_holds_what_people_see(capsys, smollm2):
         "storage": "float32",
     }
     assert data["model"] == "smollm2"
+    assert (data["weights"], data["runs_through"]) == (None, "kvcache's own decoder")
+    *stages, total = data["start_seconds"]
+    assert (stages, total) == (["imports", "model", "engine", "first_token"], "total")
+    assert data["start_seconds"]["total"] == pytest.approx(sum(data["start_seconds"][stage] for stage in stages))
     assert data["decode_tokens_per_second"] > 0
 
 
@@ -96,6 +103,8 @@ def test_without_a_cache_it_says_the_same(capsys, smollm2):
     assert status == 0
     assert out.startswith("The capital of France is\n")
     assert "none: every token computed the whole sequence again" in out
+    assert " s warm up, " in out
+    assert "\nsmollm2 in float32 through transformers' forward, " in out
 
 
 def test_bfloat16_halves_the_cache(capsys, smollm2):
@@ -111,6 +120,29 @@ def test_the_cache_may_be_kept_in_fewer_bits(capsys, smollm2):
     assert data["comparison"]["same_tokens"] is True
     data = generate_json(capsys, QUESTION, "--max-new-tokens", 2, "--storage", "int8/int4")
     assert (data["cache"]["storage"], data["cache"]["bytes_per_token"]) == ("int8/int4", 30 * 3 * (72 + 40))
+
+
+def test_weights_may_be_in_int8(capsys, smollm2):
+    arguments = (QUESTION, "--max-new-tokens", 20, "--weights", "int8")
+    data = generate_json(capsys, *arguments, "--compare")
+    assert data["text"] == "The capital of France is Paris."
+    assert (data["weights"], data["runs_through"]) == ("int8", "kvcache's own decoder, weights in int8")
+    assert data["without_cache"]["runs_through"] == "transformers' forward"
+    _, out, _ = kvcache(capsys, "generate", *arguments)
+    assert "\nsmollm2 in float32 through kvcache's own decoder, weights in int8, " in out
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(bloom, "expected one of LlamaForCausalLM"), (longrope, "its rotary positions change beyond 30")]
+)
+@pytest.mark.filterwarnings("ignore:rotary positions of type 'longrope' change beyond 30 tokens:UserWarning")
+def test_a_model_that_cannot_have_int8_weights_is_refused(capsys, smollm2, tmp_path, make, why):
+    make(vocab_size=len(smollm2.tokenizer)).save_pretrained(tmp_path)
+    smollm2.tokenizer.save_pretrained(tmp_path)
+    status, out, err = kvcache(capsys, "generate", "one", "--raw", "--model", tmp_path, "--weights", "int8")
+    assert (status, out) == (2, "")
+    assert f"kvcache: error: --weights int8 cannot be had for {tmp_path}: " in err
+    assert why in err
 
 
 def test_tokens_may_be_proposed_and_the_text_stays_the_same(capsys, smollm2):
@@ -283,6 +315,8 @@ def test_what_the_model_asks_for_and_is_not_done_is_said_once(capsys, smollm2, t
         (["hello", "--dtype", "float31"], "--dtype is 'float31'; expected one of float16, bfloat16, float32, float64"),
         (["hello", "--storage", "int9"], "--storage is 'int9'; expected one of float16, bfloat16"),
         (["hello", "--storage", "int8", "--no-cache"], "--storage says how a cache keeps rows"),
+        (["hello", "--weights", "int4"], "--weights is 'int4'; expected int8, or leave it out"),
+        (["hello", "--weights", "int8", "--no-cache"], "--weights are the engine's, which keeps a cache; leave --no"),
         (["hello", "--prompt-lookup", "-1"], "Invalid value for '--prompt-lookup'"),
         (["hello", "--prompt-lookup", "3", "--no-cache"], "--prompt-lookup goes back in a cache where it was wrong"),
         (["hello", "--device", "nowhere"], "device is 'nowhere'"),

@@ -1,6 +1,10 @@
+import json
+from dataclasses import replace
+
 import pytest
 
 from kvcache.cli.report import (
+    Report,
     as_data,
     comparison_as_data,
     first_difference,
@@ -54,6 +58,7 @@ def test_data_hold_every_figure():
         "generated_tokens": 2,
         "token_ids": [1, 2],
         "finish_reason": "length",
+        "runs_through": "transformers' forward",
         "time_to_first_token_seconds": 1.0,
         "decode_seconds": 2.0,
         "total_seconds": 3.0,
@@ -66,3 +71,33 @@ def test_data_hold_every_figure():
     uncached = run_of([1, 3], later=5.0)
     assert as_data(uncached)["cache"] is None
     assert comparison_as_data(cached, uncached) == {"speedup": 2.0, "same_tokens": False, "first_difference": 1}
+
+
+def test_the_start_is_told_stage_by_stage(capsys):
+    stages = {"imports": 2.5, "model": 0.75, "engine": 0.25, "first_token": 0.125}
+    report = Report("a model", "float32", 2, run_of([1, 2]), start_seconds=stages)
+    report.print()
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "Start    3.6 s: 2.5 s imports, 0.8 s model, 0.2 s engine, 0.1 s first token" in lines
+    assert json.loads(report.as_json())["start_seconds"] == {**stages, "total": 3.625}
+
+
+def test_what_ran_the_model_is_told_and_why(capsys):
+    def last_line(run):
+        Report("a model", "bfloat16", 1, run).print()
+        return capsys.readouterr().out.splitlines()[-1]
+
+    run = run_of([1, 2])
+    assert last_line(run) == "a model in bfloat16 through transformers' forward, 1 thread."
+    ours = replace(run, runs_through="kvcache's own decoder, weights in int8")
+    assert last_line(ours) == "a model in bfloat16 through kvcache's own decoder, weights in int8, 1 thread."
+    theirs = replace(run, runs_through="transformers' forward: it is on [cuda]")
+    assert last_line(theirs) == "a model in bfloat16 through transformers' forward (it is on [cuda]), 1 thread."
+
+
+def test_int8_weights_explain_other_tokens(capsys):
+    report = Report("a model", "float32", 1, run_of([1, 2]), run_of([1, 3]), weights="int8")
+    report.print()
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the same up to token 1: with the cache the weights are in int8, which rounds" in out
+    assert json.loads(report.as_json())["weights"] == "int8"

@@ -100,8 +100,8 @@ def chat(
         )
         room = units.size(engine.nbytes) + (f" in {kept.name}" if kept.name != dtype else "")
         ran = engine.runs_through.partition(": ")[0]  # and not why
-        started = f"{model} in {dtype} through {ran}, memory for {engine.num_tokens:,} tokens ({room}). /help lists the commands."
-        messages.print(started, markup=False, soft_wrap=True)
+        started = f"{model} in {dtype} through {ran}, memory for {engine.num_tokens:,} tokens ({room})."
+        messages.print(f"{started} /help lists the commands.", markup=False, soft_wrap=True)
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             if isinstance(sys.stdin, io.TextIOWrapper):

@@ -161,8 +161,8 @@ def _account_table(run: Run, start_seconds: dict[str, float]) -> Table:
 
 
 def _stages(seconds: dict[str, float]) -> str:
-    stages = (f"{units.seconds(duration)} {name.replace('_', ' ')}" for name, duration in seconds.items())
-    return f"{units.seconds(sum(seconds.values()))}: {', '.join(stages)}"
+    stages = (f"{duration:.1f} s {name.replace('_', ' ')}" for name, duration in seconds.items())
+    return f"{sum(seconds.values()):.1f} s: {', '.join(stages)}"
 
 
 def _accepted(speculation: Speculation) -> str:

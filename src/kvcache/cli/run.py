@@ -189,7 +189,10 @@ class Text:
         return Run(self._completion(next_logits, on_text), None)
 
     def warm_up(self) -> None:
-        """Run the prompt's first tokens once, so that a timed run of its forward does not pay for what a process does once."""
+        """Run the prompt's first tokens through the model's forward, so that no timed run pays for what is done once.
+
+        An engine does so by itself, when it is made.
+        """
         with torch.inference_mode():
             self._logits(self._prompt_ids[:64], use_cache=False)
 

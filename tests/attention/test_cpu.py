@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvcache import InvalidValueError, attend, native
+from kvcache.attention import cpu
 from kvcache.attention.arguments import check_arguments
 from kvcache.attention.reference import reference_attention
 from kvcache.storage.codecs import CODECS
@@ -113,10 +114,13 @@ def scattered(store, order, block_size, extra=2):
 def cases(draw):
     """Draw the arguments of a call, stores in blocks or not, everything that no query sees poisoned."""
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 10))
-    batch, queries = draw(st.integers(1, 3)), draw(st.integers(1, 8))
+    batch = draw(st.integers(1, 3))
+    # To both sides of what shares one reading of the keys and values, which is 32.
+    queries = draw(st.integers(1, 8) | st.integers(9, 70) | st.sampled_from([31, 32, 33, 64, 65]))
     head_dim, v_head_dim = draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from(HEAD_DIMS))
     k_storage, v_storage = draw(st.sampled_from(STORAGES)), draw(st.sampled_from(STORAGES))
-    block_size, num_blocks = draw(st.sampled_from([1, 2, 3, 5, 16, 17, 64, 100])), draw(st.integers(1, 9))
+    block_sizes = [1, 2, 3, 5, 16, 17, *([64, 100] if queries <= 8 else [])]
+    block_size, num_blocks = draw(st.sampled_from(block_sizes)), draw(st.integers(1, 9))
     slots = block_size * num_blocks
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     q, k, v = (
@@ -164,7 +168,8 @@ def test_every_option_over_every_storage_equals_the_reference(case):
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(
-    ("length", "queries", "head_dim"), [(4096, 1, 128), (4096, 4, 64), (1000, 8, 80), (77, 1, 256)]
+    ("length", "queries", "head_dim"),
+    [(4096, 1, 128), (4096, 4, 64), (1000, 8, 80), (77, 1, 256), (1000, 33, 80), (300, 75, 128)],
 )
 @pytest.mark.usefixtures("instruction_set")
 def test_the_kernel_adds_no_error_of_its_own(storage, length, queries, head_dim):
@@ -293,6 +298,32 @@ def test_numbers_out_of_range_are_named_where_the_kernel_reads_them(window):
     ):
         with pytest.raises(InvalidValueError, match=message):
             attend(q, k, v, window=window, **options)
+
+
+class TestWhereSdpaIsFaster:
+    """Asked of the rule itself, as both ways give the same numbers."""
+
+    @staticmethod
+    def is_faster(monkeypatch, queries, storage, amx):
+        monkeypatch.setattr(cpu, "has_amx", lambda: amx)
+        return cpu._sdpa_is_faster(queries, stored(torch.zeros(1, 1, 4, 32), storage))
+
+    @pytest.mark.parametrize("storage", STORAGES)
+    @pytest.mark.parametrize("amx", [False, True])
+    def test_never_for_few_queries(self, monkeypatch, storage, amx):
+        for queries in (1, 8, 32):
+            assert not self.is_faster(monkeypatch, queries, storage, amx)
+
+    @pytest.mark.parametrize("storage", STORAGES)
+    @pytest.mark.parametrize("amx", [False, True])
+    def test_where_all_results_at_once_would_take_much_memory(self, monkeypatch, storage, amx):
+        assert self.is_faster(monkeypatch, 4097, storage, amx)
+
+    @pytest.mark.parametrize("storage", STORAGES)
+    @pytest.mark.parametrize("queries", [33, 4096])
+    def test_between_only_where_the_processor_multiplies_bfloat16(self, monkeypatch, storage, queries):
+        assert not self.is_faster(monkeypatch, queries, storage, amx=False)
+        assert self.is_faster(monkeypatch, queries, storage, amx=True) == (storage == "bfloat16")
 
 
 @needs_kernels

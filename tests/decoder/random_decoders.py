@@ -116,6 +116,13 @@ def random_decoder(
     )
 
 
+def joined(first: DecoderDescription, second: DecoderDescription) -> DecoderDescription:
+    """Return the first decoder with the layers of the second, and their positions, behind its own."""
+    layers = tuple(replace(layer, rotary=f"second {layer.rotary}") for layer in second.layers)
+    rotary = {**first.rotary, **{f"second {name}": turn for name, turn in second.rotary.items()}}
+    return replace(first, layers=(*first.layers, *layers), rotary=rotary)
+
+
 def compressed(decoder: DecoderDescription) -> DecoderDescription:
     """Return the decoder with int8 matrices, whose rows stand apart."""
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvcache import InvalidValueError
 from kvcache.decoder import FewRows, ManyRows
 from kvcache.decoder.rotary import RotaryTables
-from tests.decoder.random_decoders import compressed, new_ids, pool_for, random_decoder, with_pasts
+from tests.decoder.random_decoders import compressed, joined, new_ids, pool_for, random_decoder, with_pasts
 from tests.decoder.reference import expected_logits
 from tests.kernels import INSTRUCTION_SETS, needs_kernels
 
@@ -142,6 +142,45 @@ def test_logits_are_those_of_the_tokens_asked_for(places, way):
             assert run(way, decoder, step, torch.tensor(places, dtype=torch.int64)).shape == (0, 37)
         return
     assert_right(way, decoder, pool_for(decoder), *RAGGED["ragged"], torch.tensor(places))
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("pasts", "counts"),
+    [([0], [65]), ([9], [130]), ([0, 40, 3], [64, 1, 65])],
+    ids=["65", "130", "64, 1 and 65"],
+)
+@pytest.mark.parametrize("variant", ["like Gemma2", "everything"])
+def test_more_tokens_and_places_than_are_multiplied_at_a_time(variant, pasts, counts, way):
+    decoder = random_decoder(**VARIANTS[variant])
+    assert_right(way, decoder, pool_for(decoder), pasts, counts)
+    count = sum(counts)
+    for places in (torch.arange(count), torch.arange(count).flip(0), torch.tensor([count - 1, 0] * 33)):
+        assert_right(way, decoder, pool_for(decoder), pasts, counts, places)
+
+
+@every_way
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_more_tokens_than_are_multiplied_at_a_time_by_smaller_weights(in_int8, way):
+    decoder = random_decoder(hidden=96, head_dim=8, inner=160, dtype=torch.bfloat16)
+    decoder = compressed(decoder) if in_int8 else decoder
+    assert_right(way, decoder, pool_for(decoder), [5], [130], torch.arange(130))
+
+
+SMALL = {"heads": 1, "kv_heads": 1, "head_dim": 8}
+LARGE = {"heads": 16, "kv_heads": 4, "head_dim": 8}
+WIDE = {"heads": 4, "kv_heads": 4, "head_dim": 80, "v_head_dim": 64}
+
+
+@every_way
+@pytest.mark.parametrize("windows", [(None,), (7,), (None, 7)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(SMALL, LARGE), (LARGE, SMALL), (SMALL, WIDE), (WIDE, LARGE)], ids=["more", "fewer", "wider", "narrower"]
+)
+def test_layers_of_one_kind_have_heads_of_their_own(sizes, windows, way):
+    decoder = joined(*(random_decoder(**size, windows=windows, seed=seed) for seed, size in enumerate(sizes)))
+    for pasts, counts in (([0], [20]), ([600], [1]), ([0, 130, 33, 8], [5, 1, 40, 3]), ([3], [70])):
+        assert_right(way, decoder, pool_for(decoder, num_tokens=800), pasts, counts)
 
 
 @needs_kernels
@@ -301,13 +340,28 @@ def test_weights_stay_as_they_are(way):
     assert torch.equal(decoder.embedding.weight, before)
 
 
-@needs_kernels
-def test_an_id_beyond_the_vocabulary_is_refused():
+@every_way
+@pytest.mark.parametrize("ids", [[36, 37, 2], [2**40], [37] * 70], ids=["among others", "large", "all"])
+def test_an_id_beyond_the_vocabulary_is_refused_before_anything_is_appended(ids, way):
     decoder = random_decoder()
     pool = pool_for(decoder)
-    step = pool.step([pool.new_sequence()], [[36, 37, 2]])
-    with pytest.raises(InvalidValueError, match="tokens has the id 37; expected ids below the vocabulary's 37"):
-        run(0, decoder, step)
+    sequence, *_ = with_pasts(pool, [6])
+    free = pool.num_free
+    step = pool.step([sequence], [ids])
+    with pytest.raises(
+        InvalidValueError, match=f"tokens has the id {max(ids)}; expected ids below the vocabulary's 37"
+    ):
+        run(way, decoder, step)
+    with pytest.raises(InvalidValueError, match=r"layers \[0, 1\] are not appended"):
+        step.commit()
     step.abort()
-    assert pool.num_free == pool.num_blocks
+    assert (sequence.seq_len, pool.num_free) == (6, free)
     pool.check()
+
+
+@needs_kernels
+@pytest.mark.parametrize("sizes", [{"head_dim": 1024}, {"v_head_dim": 1024}, {"head_dim": 514}], ids=str)
+def test_heads_larger_than_the_kernels_have_room_for_are_refused(sizes):
+    with pytest.raises(InvalidValueError, match="head sizes of at most 512"):
+        decoder = random_decoder(heads=1, kv_heads=1, **sizes)
+        FewRows(decoder, RotaryTables(decoder.rotary, None))

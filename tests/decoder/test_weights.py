@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.decoder import Linear
-from kvcache.decoder.weights import GROUP, decoded, in_int8
+from kvcache.decoder.weights import WeightMemory, in_int8
+from kvcache.storage.codecs import GROUP_SIZE
 from tests.decoder.random_decoders import amid_nan, random_decoder
 from tests.decoder.reference import weights_of
 
@@ -28,9 +29,9 @@ def round_trip(weight):
 def test_no_weight_is_off_by_more_than_half_a_step(seed, size, dtype):
     weight = random_weight(dtype=dtype, seed=seed, size=size)
     linear = in_int8(Linear(weight))
-    error = (weights_of(linear) - weight.double()).abs().unflatten(1, (-1, GROUP))
+    error = (weights_of(linear) - weight.double()).abs().unflatten(1, (-1, GROUP_SIZE))
     assert (error <= 0.5000001 * linear.scales.double().unsqueeze(-1)).all()
-    largest = weight.double().abs().unflatten(1, (-1, GROUP)).amax(-1)
+    largest = weight.double().abs().unflatten(1, (-1, GROUP_SIZE)).amax(-1)
     assert (linear.scales.double() <= largest / 127 * (1 + 2**-8)).all()
 
 
@@ -60,7 +61,7 @@ def test_a_group_of_zeros_stays_zero():
 
 
 def test_weights_too_small_for_a_scale_become_zero():
-    assert (round_trip(torch.full((1, GROUP), 1e-44)) == 0).all()
+    assert (round_trip(torch.full((1, GROUP_SIZE), 1e-44)) == 0).all()
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
@@ -89,17 +90,16 @@ def test_weights_are_detached():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoded_weights_are_what_codes_stand_for_rounded_once(dtype):
     linear = in_int8(Linear(random_weight()))
-    memory = torch.full((1000,), NAN, dtype=dtype)
-    weight = decoded(linear, dtype, memory)
+    memory = WeightMemory(dtype)
+    weight = memory.decoded(linear)
     assert torch.equal(weight, weights_of(linear).to(dtype))
-    assert weight.data_ptr() == memory.data_ptr()
-    assert memory[5 * 96 :].isnan().all()
+    assert memory.decoded(linear).data_ptr() == weight.data_ptr()
 
 
 def test_weights_of_the_wanted_dtype_are_themselves_and_others_are_converted():
     weight = random_weight(dtype=torch.bfloat16)
-    assert decoded(Linear(weight), torch.bfloat16, torch.empty(0)) is weight
-    assert torch.equal(decoded(Linear(weight), torch.float32, torch.empty(500)), weight.float())
+    assert WeightMemory(torch.bfloat16).decoded(Linear(weight)) is weight
+    assert torch.equal(WeightMemory(torch.float32).decoded(Linear(weight)), weight.float())
 
 
 def test_a_step_reads_all_matrices_and_biases_once():

@@ -48,12 +48,13 @@ def check_left(scheduler):
     scheduler.pool.check()
 
 
-def run_workload(model, tokenizer, seed, known):
+def run_workload(model, tokenizer, seed, known, forward=None):
     """Run one, check it, and return how often what happened.
 
     `known` has texts of the model by their prompts, and gets those that are computed here: what is proposed is known.
+    `forward` runs the model's steps; default: `forward_step`.
     """
-    workload = _Workload(model, tokenizer, seed, known)
+    workload = _Workload(model, tokenizer, seed, known, forward)
     lookup = partial(Foretold, texts=list(known.values()), seed=seed)
     with torch.no_grad(), use_attention(model), patch("kvcache.engine.request.PromptLookup", lookup):
         workload.run()
@@ -62,7 +63,7 @@ def run_workload(model, tokenizer, seed, known):
 
 
 class _Workload:
-    def __init__(self, model, tokenizer, seed, known):
+    def __init__(self, model, tokenizer, seed, known, forward):
         self.happened = Counter()
         self._known, self._proposes = known, random.Random(seed)  # whoever proposes, all else is the same
         self._model, self._tokenizer, self._random = model, tokenizer, random.Random(seed)
@@ -76,6 +77,7 @@ class _Workload:
             block_size=block_size,
             max_step_tokens=self._random.choice([1, 2, 3, 7, 64]),
             max_running=self._random.choice([1, 2, 3, 64]),
+            forward=forward,
         )
         self._requests = [self._request() for _ in range(self._random.randint(3, 5))]
         self._cancelled = set()

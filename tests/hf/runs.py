@@ -1,9 +1,15 @@
 """Prompts, and runs of tiny models with our cache, transformers' own and none."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
+from kvcache.decoder import Linear
+from kvcache.decoder.weights import in_int8
 from kvcache.hf import cache_for
+from tests.decoder.reference import weights_of
 from tests.hf.tiny_models import FAMILIES, PAD, VOCAB
 
 NEW = 16
@@ -61,3 +67,12 @@ def assert_same_logits(actual, expected):
     """Within 1e-12 of the largest logit (float64)."""
     assert actual.dtype == torch.float64
     assert (actual - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def decoded_model(model):
+    """Return the model in float64 with the weights that int8 codes of its matrices stand for."""
+    copied = copy.deepcopy(model).double()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            copied.get_submodule(name).weight = nn.Parameter(weights_of(in_int8(Linear(module.weight))))
+    return copied

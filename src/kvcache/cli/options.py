@@ -72,8 +72,10 @@ def check_weights(weights: str | None) -> Literal["int8"] | None:
     Raises:
         InvalidValueError: it is something else.
     """
-    if weights is None or weights == "int8":
-        return weights and "int8"
+    if weights is None:
+        return None
+    if weights == "int8":
+        return "int8"
     raise InvalidValueError(f"--weights is {weights!r}; expected int8, or leave it out")
 
 

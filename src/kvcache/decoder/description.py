@@ -16,6 +16,8 @@ from typing import Literal
 
 import torch
 
+from kvcache.errors import InvalidValueError
+from kvcache.native import MAX_HEAD_DIM
 from kvcache.storage.specs import LayerSpec
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -105,6 +107,27 @@ class DecoderLayer:
     down: Linear
     computed_norm: Norm | None
 
+    def __post_init__(self) -> None:
+        heads, kv_heads, (k_dim, v_dim) = self.num_heads, self.spec.num_heads, self.spec.head_dims
+        hidden, inner = len(self.input_norm.weight), len(self.gate.weight)
+        expected = {
+            "query": (heads * k_dim, hidden),
+            "key": (kv_heads * k_dim, hidden),
+            "value": (kv_heads * v_dim, hidden),
+            "out": (hidden, heads * v_dim),
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }
+        for name, linear in self.linears.items():
+            if tuple(linear.weight.shape) != expected[name]:
+                raise InvalidValueError(f"{name} has shape {tuple(linear.weight.shape)}; expected {expected[name]}")
+        if heads % kv_heads or k_dim % 2 or not max(k_dim, v_dim) <= MAX_HEAD_DIM:
+            raise InvalidValueError(
+                f"there are {heads} query heads over {kv_heads} of {k_dim} and {v_dim}; expected a multiple, and even "
+                f"head sizes of at most {MAX_HEAD_DIM}"
+            )
+
     @property
     def linears(self) -> dict[str, Linear]:
         """Its matrices by name."""
@@ -131,6 +154,11 @@ class DecoderDescription:
     head_softcap: float | None
     rotary: Mapping[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
     max_positions: int | None = None
+
+    def check_ids(self, largest: int) -> None:
+        """Check that a step's largest id is one of the vocabulary."""
+        if largest >= (vocabulary := len(self.embedding.weight)):
+            raise InvalidValueError(f"tokens has the id {largest}; expected ids below the vocabulary's {vocabulary}")
 
     @property
     def hidden_size(self) -> int:

@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 from kvcache import native
 from kvcache.decoder.description import DecoderDescription, DecoderLayer, Embedding, Linear, Norm
 from kvcache.decoder.rotary import RotaryTables
-from kvcache.errors import InvalidValueError
 from kvcache.storage.pool import BlockPool
+from kvcache.storage.specs import LayerSpec
 from kvcache.storage.step import KindRows, Step
 
 BEST = -1  # of native.kernels.INSTRUCTION_SETS
@@ -35,6 +35,7 @@ class FewRows:
         self._instruction_set = instruction_set
         self._rotary = list(decoder.rotary)
         self._kinds = list(dict.fromkeys(layer.spec.kind for layer in decoder.layers))
+        self._plans = list(dict.fromkeys(map(_plan, decoder.layers)))
         layers = [self._layer_of(layer) for layer in decoder.layers]
         self._native = _kernels().make_decoder(
             decoder.hidden_size,
@@ -51,13 +52,11 @@ class FewRows:
 
         Default: each sequence's last token.
         """
-        vocabulary = len(self._decoder.embedding.weight)
-        rows = step.take_over()
-        if (largest := max(rows.ids)) >= vocabulary:
-            raise InvalidValueError(f"tokens has the id {largest}; expected ids below the vocabulary's {vocabulary}")
-        wanted = [first - 1 for first in rows.firsts[1:]] if places is None else places.tolist()
-        logits = torch.empty(len(wanted), self._decoder.head.weight.shape[0])
+        self._decoder.check_ids(step.largest_id)
         tables = self._tables.upto(step.longest)
+        rows = step.take_over()
+        wanted = [first - 1 for first in rows.firsts[1:]] if places is None else places.tolist()
+        logits = torch.empty(len(wanted), self._decoder.head.weight.shape[0], dtype=torch.float32, device="cpu")
         pool = step.pool
         if (blocks := self._blocks.get(pool)) is None:
             blocks = self._blocks[pool] = _kernels().make_blocks([_blocks_of(store) for store in pool.stores])
@@ -90,8 +89,13 @@ class FewRows:
             "softcap": layer.softcap or 0.0,
             "activation": _kernels().ACTIVATIONS[layer.activation],
             "kind": self._kinds.index(layer.spec.kind),
+            "plan": self._plans.index(_plan(layer)),
             "rotary": self._rotary.index(layer.rotary),
         }
+
+
+def _plan(layer: DecoderLayer) -> tuple[int, LayerSpec]:
+    return layer.num_heads, layer.spec
 
 
 def _kernels() -> Any:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from kvcache.attention.processor import product_dtype
 from kvcache.decoder.description import DecoderDescription, DecoderLayer, Linear, Norm
 from kvcache.decoder.rotary import RotaryTable, RotaryTables
-from kvcache.decoder.weights import decoded
+from kvcache.decoder.weights import WeightMemory
 from kvcache.storage.step import Step
 
 
@@ -27,7 +27,6 @@ class ManyRows:
         self._decoder = decoder
         self._tables = tables
         self._dtype = product_dtype(decoder.head.weight.dtype) if dtype is None else dtype
-        self._memory = torch.empty(0, dtype=self._dtype)
 
     @property
     def worth_it(self) -> int:
@@ -39,24 +38,26 @@ class ManyRows:
 
     def run(self, step: Step, places: torch.Tensor | None = None) -> torch.Tensor:
         """As `FewRows.run`."""
+        self._decoder.check_ids(step.largest_id)
+        memory = WeightMemory(self._dtype)
         x = self._decoder.embedding.of(step.tokens[0]).float()
         tables = self._tables.upto(step.longest)
         positions = step.positions[0]
         turns = {name: (table.cos[positions], table.sin[positions]) for name, table in tables.items()}
         for index, layer in enumerate(self._decoder.layers):
-            x = x + self._attended(step, index, layer, x, RotaryTable(*turns[layer.rotary]))
-            x = x + self._computed(layer, x)
+            x = x + self._attended(step, index, layer, x, RotaryTable(*turns[layer.rotary]), memory)
+            x = x + self._computed(layer, x, memory)
         x = x[step.last if places is None else places]
-        logits = self._linear(self._decoder.head, _normalised(self._decoder.norm, x)).float()
+        logits = self._linear(self._decoder.head, _normalised(self._decoder.norm, x), memory).float()
         cap = self._decoder.head_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _attended(
-        self, step: Step, index: int, layer: DecoderLayer, x: torch.Tensor, turn: RotaryTable
+        self, step: Step, index: int, layer: DecoderLayer, x: torch.Tensor, turn: RotaryTable, memory: WeightMemory
     ) -> torch.Tensor:
         h = _normalised(layer.input_norm, x)
         q, k, v = (
-            self._linear(linear, h).view(1, len(h), heads, -1).transpose(1, 2)  # (1, heads, N, D)
+            self._linear(linear, h, memory).view(1, len(h), heads, -1).transpose(1, 2)  # (1, heads, N, D)
             for linear, heads in (
                 (layer.query, layer.num_heads),
                 (layer.key, layer.spec.num_heads),
@@ -66,20 +67,18 @@ class ManyRows:
         step.append(index, _rotated(_normalised(layer.key_norm, k), turn), v)
         q = _rotated(_normalised(layer.query_norm, q), turn).to(self._dtype)
         output = step.attend(index, q, scale=layer.scale, softcap=layer.softcap)
-        return _normalised(layer.attended_norm, self._linear(layer.out, output[0].transpose(0, 1).flatten(1)))
+        output = self._linear(layer.out, output[0].transpose(0, 1).flatten(1), memory)
+        return _normalised(layer.attended_norm, output)
 
-    def _computed(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+    def _computed(self, layer: DecoderLayer, x: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
         h = _normalised(layer.mlp_norm, x)
-        gate = self._linear(layer.gate, h)
+        gate = self._linear(layer.gate, h, memory)
         gate = functional.silu(gate) if layer.activation == "silu" else functional.gelu(gate, approximate="tanh")
-        return _normalised(layer.computed_norm, self._linear(layer.down, gate.mul_(self._linear(layer.up, h))))
+        product = gate.mul_(self._linear(layer.up, h, memory))
+        return _normalised(layer.computed_norm, self._linear(layer.down, product, memory))
 
-    def _linear(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        if len(self._memory) < linear.weight.numel() and (
-            linear.scales is not None or linear.weight.dtype != self._dtype
-        ):
-            self._memory = torch.empty(linear.weight.numel(), dtype=self._dtype)
-        weight = decoded(linear, self._dtype, self._memory)
+    def _linear(self, linear: Linear, x: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
+        weight = memory.decoded(linear)
         bias = None if linear.bias is None else linear.bias.to(self._dtype)
         return functional.linear(x.to(self._dtype), weight, bias)
 

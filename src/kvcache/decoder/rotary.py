@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from kvcache.errors import InvalidValueError
+
 Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 _FIRST = 1024  # positions of the first tables
@@ -32,7 +34,13 @@ class RotaryTables:
         self._tables: dict[str, RotaryTable] = {}
 
     def upto(self, length: int) -> dict[str, RotaryTable]:
-        """Return tables of so many positions or more."""
+        """Return tables of so many positions or more.
+
+        Raises:
+            InvalidValueError: there are no more than `max_positions`.
+        """
+        if self._max_positions is not None and length > self._max_positions:
+            raise InvalidValueError(f"a sequence gets {length} tokens; expected at most {self._max_positions}")
         if length > self._length:
             self._grow(max(length, 2 * self._length, _FIRST))
         return self._tables
@@ -42,7 +50,7 @@ class RotaryTables:
     def _grow(self, length: int) -> None:
         if self._max_positions is not None:
             length = min(length, self._max_positions)
-        positions = torch.arange(length)
+        positions = torch.arange(length, device="cpu")
         self._tables = {name: _halved(*rotary(positions)) for name, rotary in self._rotary.items()}
         self._length = length
 

@@ -6,8 +6,8 @@ Of each row 32 weights share a scale, in bfloat16: w ~ code * scale with codes f
 import torch
 
 from kvcache.decoder.description import Linear
+from kvcache.storage.codecs import GROUP_SIZE
 
-GROUP = 32  # as of the cache's codecs
 _LARGEST = 127
 _ROWS = 4096  # encoded at a time, so that memory for floats stays small
 
@@ -15,8 +15,8 @@ _ROWS = 4096  # encoded at a time, so that memory for floats stays small
 def in_int8(linear: Linear) -> Linear:
     """Return the layer with int8 codes, whose columns must be a multiple of 32; its bias stays."""
     weight = linear.weight.detach()
-    codes = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(weight.shape[0], weight.shape[1] // GROUP, dtype=torch.bfloat16)
+    codes = torch.empty(weight.shape, dtype=torch.int8, device="cpu")
+    scales = torch.empty(weight.shape[0], weight.shape[1] // GROUP_SIZE, dtype=torch.bfloat16, device="cpu")
     for first in range(0, weight.shape[0], _ROWS):
         rows = slice(first, first + _ROWS)
         groups = _groups(weight[rows].float())
@@ -28,17 +28,29 @@ def in_int8(linear: Linear) -> Linear:
     return Linear(codes, linear.bias, scales)
 
 
-def decoded(linear: Linear, dtype: torch.dtype, memory: torch.Tensor) -> torch.Tensor:
-    """Return the weights (out, in) in `dtype`: themselves if they are, else written into `memory`, of that dtype."""
-    weight = linear.weight
-    if linear.scales is None and weight.dtype == dtype:
-        return weight
-    target = memory[: weight.numel()].view(weight.shape)
-    if linear.scales is None:
-        return target.copy_(weight)
-    torch.mul(_groups(weight), linear.scales.to(dtype).unsqueeze(-1), out=_groups(target))
-    return target
+class WeightMemory:
+    """Where matrices are decoded, one after the other, to floats of one dtype: each lasts until the next.
+
+    Made anew for each step, so that steps of several threads have their own.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._memory = torch.empty(0, dtype=dtype, device="cpu")
+
+    def decoded(self, linear: Linear) -> torch.Tensor:
+        """Return the weights (out, in) of a layer; themselves if they are of the dtype."""
+        weight = linear.weight
+        if linear.scales is None and weight.dtype == self._dtype:
+            return weight
+        if len(self._memory) < weight.numel():
+            self._memory = torch.empty(weight.numel(), dtype=self._dtype, device="cpu")
+        target = self._memory[: weight.numel()].view(weight.shape)
+        if linear.scales is None:
+            return target.copy_(weight)
+        torch.mul(_groups(weight), linear.scales.to(self._dtype).unsqueeze(-1), out=_groups(target))
+        return target
 
 
 def _groups(rows: torch.Tensor) -> torch.Tensor:
-    return rows.view(len(rows), -1, GROUP)
+    return rows.view(len(rows), -1, GROUP_SIZE)

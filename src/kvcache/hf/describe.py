@@ -128,39 +128,31 @@ class _Reader:
         after = "post_attention_layernorm"
         four = self.family.four_norms
         spec = self.spec.layers[index]
-        q_rows, dims = linears["q"].weight.shape[0], spec.head_dims
-        num_heads = q_rows // spec.head_dim
-        expected = {
-            "q": num_heads * dims[0],
-            "k": spec.num_heads * dims[0],
-            "v": spec.num_heads * dims[1],
+        parts: dict[str, Any] = {
+            "spec": spec,
+            "num_heads": len(linears["q"].weight) // spec.head_dim,
+            "scale": float(attention.scaling),
+            "softcap": attention.attn_logit_softcapping if self.family.softcaps else None,
+            "rotary": self._rotary_name(index),
+            "activation": self._activation(mlp, path),
+            "input_norm": self._norm(layer, path, "input_layernorm"),
+            "query": linears["q"],
+            "key": linears["k"],
+            "value": linears["v"],
+            "query_norm": norms["q"],
+            "key_norm": norms["k"],
+            "out": linears["o"],
+            "attended_norm": self._norm(layer, path, after) if four else None,
+            "mlp_norm": self._norm(layer, path, "pre_feedforward_layernorm" if four else after),
+            "gate": self._linear(mlp, f"{path}.mlp", "gate_proj"),
+            "up": self._linear(mlp, f"{path}.mlp", "up_proj"),
+            "down": self._linear(mlp, f"{path}.mlp", "down_proj"),
+            "computed_norm": self._norm(layer, path, "post_feedforward_layernorm") if four else None,
         }
-        for name, rows in expected.items():
-            if linears[name].weight.shape[0] != rows:
-                raise NotSupportedError(
-                    f"{path}.self_attn.{name}_proj has {linears[name].weight.shape[0]} rows; expected {rows}"
-                )
-        return DecoderLayer(
-            spec=spec,
-            num_heads=num_heads,
-            scale=float(attention.scaling),
-            softcap=attention.attn_logit_softcapping if self.family.softcaps else None,
-            rotary=self._rotary_name(index),
-            activation=self._activation(mlp, path),
-            input_norm=self._norm(layer, path, "input_layernorm"),
-            query=linears["q"],
-            key=linears["k"],
-            value=linears["v"],
-            query_norm=norms["q"],
-            key_norm=norms["k"],
-            out=linears["o"],
-            attended_norm=self._norm(layer, path, after) if four else None,
-            mlp_norm=self._norm(layer, path, "pre_feedforward_layernorm" if four else after),
-            gate=self._linear(mlp, f"{path}.mlp", "gate_proj"),
-            up=self._linear(mlp, f"{path}.mlp", "up_proj"),
-            down=self._linear(mlp, f"{path}.mlp", "down_proj"),
-            computed_norm=self._norm(layer, path, "post_feedforward_layernorm") if four else None,
-        )
+        try:
+            return DecoderLayer(**parts)
+        except InvalidValueError as error:
+            raise NotSupportedError(f"{path}: {error}") from error
 
     def _activation(self, mlp: Any, path: str) -> Activation:
         name = type(mlp.act_fn).__name__
@@ -212,11 +204,9 @@ class _Reader:
                 )
             if tensor.stride(-1) != 1:
                 raise NotSupportedError(f"{path} has strides {tuple(tensor.stride())}; expected rows in one piece")
-        for index, layer in enumerate(description.layers):
-            if layer.spec.head_dim % 2:
-                raise NotSupportedError(f"layer {index} has heads of {layer.spec.head_dim}; expected an even number")
 
 
 def _turns(module: Any, positions: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = module(torch.empty(0), positions.unsqueeze(0), **options)  # an empty tensor of the dtype that is wanted
+    like = torch.empty(0, dtype=torch.float32, device="cpu")  # what is returned has its dtype
+    cos, sin = module(like, positions.unsqueeze(0), **options)
     return cos[0], sin[0]

@@ -8,14 +8,15 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcache import native
-from kvcache.checks import check_int_tensor, check_range
+from kvcache.checks import check_int, check_int_tensor, check_range
 from kvcache.decoder import DecoderDescription, FewRows, Linear, ManyRows
 from kvcache.decoder.rotary import RotaryTables
-from kvcache.decoder.weights import GROUP, in_int8
+from kvcache.decoder.weights import in_int8
 from kvcache.errors import InvalidValueError, NotSupportedError
-from kvcache.hf.describe import describe
+from kvcache.hf.describe import DTYPES, describe
 from kvcache.hf.pooled import check_step_of, forward_step
 from kvcache.storage import BlockPool, CacheSpec
+from kvcache.storage.codecs import GROUP_SIZE
 from kvcache.storage.step import Step
 
 Weights = Literal["int8"]
@@ -44,7 +45,7 @@ class NativeDecoder:
 
     Raises:
         NotSupportedError: the model does not fit, and which part of it; or there are no native kernels.
-        InvalidValueError: `weights` is something else.
+        InvalidValueError, InvalidTypeError: another argument is something else.
 
     Example::
 
@@ -65,6 +66,10 @@ class NativeDecoder:
     ) -> None:
         if weights not in (None, "int8"):
             raise InvalidValueError(f"weights is {weights!r}; expected None or 'int8'")
+        if product_dtype not in (None, *DTYPES):
+            raise InvalidValueError(f"product_dtype is {product_dtype}; expected one of {DTYPES}")
+        if many_from is not None:
+            check_int("many_from", many_from, minimum=1)
         if native.kernels is None:
             raise NotSupportedError(f"the native CPU kernels are not there ({native.missing_because})")
         self._model = model
@@ -109,10 +114,11 @@ class NativeDecoder:
         return self._run(step, places)
 
     def _check(self, step: Step) -> None:
-        if isinstance(step, Step) and step.pool in self._pools:  # what remains of the checks, as it can change
-            step.check_open()
+        if isinstance(step, Step) and step.pool in self._pools:
+            owner = getattr(step.pool.observer, "model", self._model)
             limit = self._description.max_positions
-            if limit is None or step.longest <= limit:
+            if owner is self._model and (limit is None or step.longest <= limit):  # what can change
+                step.check_open()
                 return
         check_step_of(self._model, step)
         self._pools.add(step.pool)
@@ -149,12 +155,16 @@ class NativeDecoder:
         spec = CacheSpec.from_config(model.config)
         ids = [index % model.config.get_text_config(decoder=True).vocab_size for index in range(_TRIED)]
         pool = BlockPool(spec, num_blocks=_TRIED, block_size=1, storage=model.dtype, device=model.device)
-        expected = _logits(pool, ids, lambda step: forward_step(model, step))
+        try:
+            expected = _logits(pool, ids, lambda step: forward_step(model, step))
+        except InvalidValueError as error:
+            raise NotSupportedError(str(error)) from error
         for way in ways:
             difference, whole = (_logits(pool, ids, way.run) - expected).norm(), expected.norm()
             if not difference <= _TOLERANCE * whole:
                 raise NotSupportedError(
-                    f"the model's own forward gives other logits than its parts do, by {difference / whole:.1%}"
+                    f"the model's own forward gives other logits than its parts do: they are {difference:.3g} apart, "
+                    f"expected at most {_TOLERANCE:g} of their norm, {whole:.3g}"
                 )
 
 
@@ -184,6 +194,6 @@ def _compressed(description: DecoderDescription) -> DecoderDescription:
 
 def _int8(where: str, linear: Linear) -> Linear:
     columns = linear.weight.shape[1]
-    if columns % GROUP:
-        raise NotSupportedError(f"{where} has {columns} columns; int8 weights take multiples of {GROUP}")
+    if columns % GROUP_SIZE:
+        raise NotSupportedError(f"{where} has {columns} columns; int8 weights take multiples of {GROUP_SIZE}")
     return in_int8(linear)

@@ -118,7 +118,7 @@ def _check_fits(model: PreTrainedModel, step: Step) -> None:
         )
     if pool.device != model.device:
         raise InvalidValueError(f"the pool is on {pool.device}; expected it on the model's device, {model.device}")
-    length = max(seq.seq_len + count for seq, count in zip(step.sequences, step.num_tokens, strict=True))
+    length = step.longest
     unchanged = unchanged_positions(decoder_config(model.config))
     if unchanged is not None and length > unchanged.num_tokens:
         raise InvalidValueError(

@@ -32,7 +32,7 @@ _NUMBERS: dict[str, int] = getattr(kernels, "FORMATS", dict.fromkeys(_NAMES.valu
 FORMATS = {key: _NUMBERS[name] for key, name in _NAMES.items()}
 """The kernels' numbers for the floating dtypes and the codecs that they know."""
 
-FEW_QUERIES: int = getattr(kernels, "QUERY_TOKENS", 8)
+FEW_QUERIES: int = getattr(kernels, "QUERY_TOKENS", 32)
 """New tokens of a sequence that share one reading of its keys and values."""
 
 MAX_HEAD_DIM: int = getattr(kernels, "MAX_HEAD_DIM", 512)

@@ -1,4 +1,4 @@
-// Attention of a few new tokens over stored rows, each of which is read once.
+// Attention of new tokens over stored rows, each of which is read once for some of them.
 //
 // A split's slots are taken in tiles. For each key/value head of a tile: the scores of all query rows of its group
 // (heads x new tokens), an online softmax, and the weighted sum of the values, panel by panel (panels.hpp).
@@ -207,7 +207,7 @@ class Kernel {
     }
     for (int row = 0; row < rows_of(tile.work); row += ROWS) {
       const int count = int(min(ROWS, rows_of(tile.work) - row));
-      SCORE_MANY[count - 1](tile.queries + int64_t(row) * k_dim, k_dim, k_channels, keys, tile.scores);
+      SCORE_MANY[count - 1](tile.queries + int64_t(row) * k_dim, k_dim, k_channels, keys, slots, tile.scores);
       float* sums[ROWS];
       for (int i = 0; i < count; ++i) {
         const PanelState panel = state_of(tile.split, tile.kv_head, (row + i) / PANEL);

@@ -51,7 +51,7 @@ struct Split {
 };
 
 // Each split is attended for itself, and the results of a work's splits are merged by their log-sum-exp (Flash-Decoding).
-// Splits depend on the sequence's slots alone, so a result depends neither on the number of threads nor on the rest of
+// Splits depend on the sequence's slots and queries alone, so a result depends neither on the number of threads nor on the rest of
 // the batch.
 struct Plan {
   const Work* works;
@@ -59,7 +59,7 @@ struct Plan {
   int num_works, num_splits;
   int tile;              // slots whose scores are computed together
   int heads_together;    // key/value heads that one thread takes through a split side by side
-  int threads;           // that are worth starting
+  int threads;           // that are worth starting, or those of a team that is there
   int64_t state_size;    // floats that a split keeps for each key/value head
   int64_t scratch_size;  // floats that a thread needs
   float* states;         // num_splits x kv_heads x state_size
@@ -83,9 +83,9 @@ class PlanMemory {
 Plan make_plan(const Attention&, PlanMemory&, int team = 1);
 
 constexpr int QUERY_TOKENS = 32;  // tokens whose queries share one reading of the keys and values
-constexpr int PANEL = 4;          // query rows that are worked on at a time
+constexpr int PANEL = 4;          // query rows whose results stand together; up to so many are worked on as they are stored
 constexpr int MAX_TILE = 32;
-constexpr int SCORES = 8 * MAX_TILE;  // of the query rows that are worked on at a time, at most
+constexpr int SCORE_ROWS = 6;     // that have scores at a time, at most
 constexpr int PADDING = 32;       // head sizes are padded to a multiple of this in scratch memory
 constexpr int LANES = 16;         // at least as many as a vector has
 

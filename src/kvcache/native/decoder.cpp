@@ -123,7 +123,6 @@ class Run {
     const int64_t of_all = n * (width.q + width.kv_k + width.kv_v + width.attended + width.inner + 2 * width.hidden);
     own_size = whole_vectors(of_a_thread);
     float* memory = rows_memory.floats(of_all + s.threads * own_size);
-    for (float* x = memory; x < memory + of_all; ++x) *x = 0.0f;  // what pads rows stays 0
     const auto rows = [&](int64_t of_a_row) {
       float* start = memory;
       memory += n * of_a_row;
@@ -133,13 +132,11 @@ class Run {
     attended = rows(width.attended), inner = rows(width.inner), added = rows(width.hidden);
     x = rows(width.hidden);
     own = memory;
-    plan_memory.resize(max(int64_t(plan_memory.size()), int64_t(s.kinds.size())));
-    plans.resize(s.kinds.size());
-    planned.resize(s.kinds.size());
     for (size_t i = 0; i < d.layers.size(); ++i) {
-      const int kind = d.layers[i].kind;
-      if (!planned[kind]) plans[kind] = make_plan(attention_of(i), plan_memory[kind], s.threads);
-      planned[kind] = true;
+      const size_t plan = d.layers[i].plan;  // counted from 0 in the order of the layers
+      if (plan < plans.size()) continue;
+      if (plan == plan_memory.size()) plan_memory.emplace_back();
+      plans.push_back(make_plan(attention_of(i), plan_memory[plan], s.threads));
     }
   }
 
@@ -150,7 +147,6 @@ class Run {
     {
       float* mine = own + team_place() * own_size;
       float* tile = mine + max(n, places) * width.hidden;
-      for (float* x = mine; x < tile; ++x) *x = 0.0f;
       embed();
       for (size_t i = 0; i < d.layers.size(); ++i) run_layer(i, mine, tile);
       for (int64_t r = 0; r < places; ++r)
@@ -168,8 +164,7 @@ class Run {
   float *q, *k, *v, *attended, *inner, *added, *x;  // rows of all tokens; x is what goes from layer to layer
   float* own;                                   // own_size for each thread: normed rows, and tiles of products
   int64_t own_size;
-  std::vector<Plan> plans;  // of each kind of layers
-  std::vector<bool> planned;
+  std::vector<Plan> plans;
 
   Attention attention_of(size_t i) const {
     const DecoderLayer& layer = d.layers[i];
@@ -259,7 +254,7 @@ class Run {
     });
     place_heads(layer);
     append_in_team(append_of(i));
-    attend_in_team(attention_of(i), plans[layer.kind]);
+    attend_in_team(attention_of(i), plans[layer.plan]);
     add(layer.out, layer.attended, attended, width.attended, mine, tile);
     norm_all(layer.mlp, mine);
     for_tiles(layer.gate.rows, n, [&](int64_t first, int count, Tokens t) {

@@ -1,5 +1,5 @@
 // A decoder like Llama as plain data, and one step of it: what the kernels are given. decoder/description.py says the
-// same in Python, where it is checked.
+// same in Python.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +42,7 @@ struct DecoderLayer {
   float scale = 0.0f, softcap = 0.0f;
   Activation activation = Activation::Silu;
   int kind = 0;    // of its blocks
+  int plan = 0;    // of attention: layers of one kind and of the same sizes share it
   int rotary = 0;  // of its tables
 };
 

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int ROWS = 6;
 static_assert(MAX_TILE % PAIR == 0);
-static_assert(ROWS * MAX_TILE <= SCORES);
+static_assert(ROWS <= SCORE_ROWS);
 
 // Write four rows of numbers as columns: to[c * MAX_TILE + row].
 inline void transpose_four(const float* const* rows, int count, float* to) {
@@ -31,8 +31,8 @@ inline void transpose_four(const float* const* rows, int count, float* to) {
 
 // Write the products of N query rows with a tile's keys (channels, MAX_TILE): scores[row * MAX_TILE + slot].
 template <int N>
-void score_many(const float* queries, int q_stride, int channels, const float* keys, float* scores) {
-  for (int s = 0; s < MAX_TILE; s += PAIR) {
+void score_many(const float* queries, int q_stride, int channels, const float* keys, int slots, float* scores) {
+  for (int s = 0; s < slots; s += PAIR) {
     V sum[N][2] = {};
     for (int c = 0; c < channels; ++c) {
       const V a = load<V>(keys + c * MAX_TILE + s), b = load<V>(keys + c * MAX_TILE + s + W);
@@ -74,7 +74,7 @@ void accumulate_many(const float* weights, int slots, const float* values, int v
   }
 }
 
-constexpr void (*SCORE_MANY[ROWS])(const float*, int, int, const float*, float*) = {
+constexpr void (*SCORE_MANY[ROWS])(const float*, int, int, const float*, int, float*) = {
     score_many<1>, score_many<2>, score_many<3>, score_many<4>, score_many<5>, score_many<6>};
 constexpr void (*ACCUMULATE_MANY[ROWS])(const float*, int, const float*, int, int, float* const*) = {
     accumulate_many<1>, accumulate_many<2>, accumulate_many<3>,

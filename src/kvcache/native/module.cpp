@@ -181,7 +181,7 @@ DecoderLayer layer_of(const nb::handle& layer) {
   l.k_dim = number("head_dim"), l.v_dim = number("v_head_dim");
   l.scale = nb::cast<float>(layer["scale"]), l.softcap = nb::cast<float>(layer["softcap"]);
   l.activation = Activation(number("activation"));
-  l.kind = number("kind"), l.rotary = number("rotary");
+  l.kind = number("kind"), l.plan = number("plan"), l.rotary = number("rotary");
   return l;
 }
 
@@ -204,15 +204,16 @@ Store store_of(const nb::handle& f) {
 }
 
 // What a pool's layers are stored in, made once for many steps.
-std::vector<LayerBlocks> make_blocks(const nb::list& layers) {
-  std::vector<LayerBlocks> blocks;
-  for (const nb::handle f : layers)
-    blocks.push_back({store_of(f[0]), store_of(f[1]), field<int64_t>(f, 2), field<int64_t>(f, 3)});
-  return blocks;
-}
 struct Blocks {
   std::vector<LayerBlocks> layers;
 };
+
+Blocks make_blocks(const nb::list& layers) {
+  Blocks blocks;
+  for (const nb::handle f : layers)
+    blocks.layers.push_back({store_of(f[0]), store_of(f[1]), field<int64_t>(f, 2), field<int64_t>(f, 3)});
+  return blocks;
+}
 
 using Integers = std::vector<int64_t>;
 
@@ -286,7 +287,7 @@ NB_MODULE(_kernels, m) {
   nb::class_<Decoder>(m, "Decoder").def("run", run_decoder);
   m.def("make_decoder", make_decoder);
   nb::class_<Blocks>(m, "Blocks");
-  m.def("make_blocks", [](const nb::list& layers) { return Blocks{make_blocks(layers)}; });
+  m.def("make_blocks", make_blocks);
   nb::dict activations;
   activations["silu"] = int(Activation::Silu);
   activations["gelu_tanh"] = int(Activation::GeluTanh);

@@ -29,14 +29,15 @@ void check_blocks(const Attention& a, int sequence, int64_t begin, int64_t end) 
                               std::to_string(a.num_blocks) + ")");
 }
 
-constexpr int64_t KEPT = 16 << 20;  // floats: more, which long softcapped prompts take, is given back at the next call
+constexpr int MANY_QUERIES = 8 * QUERY_TOKENS;
+constexpr int64_t KEPT = 16 << 20;  // floats: more, which long prompts take, is given back at the next call
 
 void add_splits(const Attention& a, int64_t queries, int64_t begin, int64_t end, PlanMemory& memory) {
   if (begin >= end) return;
   const int work = int(memory.works.size()) - 1;
   check_blocks(a, memory.works[work].sequence, begin, end);
   // Many queries are enough works for all threads, and each split costs memory for its results.
-  const int64_t size = queries > QUERY_TOKENS ? end : SPLIT;
+  const int64_t size = queries > MANY_QUERIES ? end : SPLIT;
   for (int64_t slot = begin; slot < end; slot = (slot / size + 1) * size)
     memory.splits.push_back({work, slot, std::min(end, (slot / size + 1) * size)});
 }
@@ -103,7 +104,7 @@ Plan make_plan(const Attention& a, PlanMemory& memory, int team) {
   plan.state_size = panels * panel_size(a.v.head_dim);
   plan.scratch_size = plan.heads_together * panels * PANEL * k_dim  // queries
                       + MAX_TILE * (2 * k_dim + v_dim)              // decoded rows, keys also transposed
-                      + SCORES + LANES;
+                      + SCORE_ROWS * MAX_TILE + LANES;
   const int64_t states = int64_t(plan.num_splits) * a.kv_heads * plan.state_size;
   plan.states = memory.floats(states + plan.threads * plan.scratch_size);
   plan.scratch = plan.states + states;

@@ -38,9 +38,9 @@ KVCACHE_INLINE inline void multiply_rows(const char* const* row, const uint16_t*
   // A single sum would wait for itself.
   constexpr int CHAINS = NX * NR >= 6 ? 1 : NX * NR >= 2 ? 2 : 4;
   V part[CHAINS][NR][NX] = {};
-  const auto add = [&](auto chain, const V (&w)[NR], const float* at) KVCACHE_INLINE {
+  const auto add = [&](auto chain, const V (&w)[NR], const float* at, int64_t stride) KVCACHE_INLINE {
     unroll<NX>([&](auto i) KVCACHE_INLINE {
-      const V numbers = load<V>(at + i * x_stride);
+      const V numbers = load<V>(at + i * stride);
       unroll<NR>([&](auto r) KVCACHE_INLINE { part[chain][r][i] = w[r] * numbers + part[chain][r][i]; });
     });
   };
@@ -71,22 +71,27 @@ KVCACHE_INLINE inline void multiply_rows(const char* const* row, const uint16_t*
       unroll<CHAINS>([&](auto chain) KVCACHE_INLINE {
         V w[NR];
         unroll<NR>([&](auto r) KVCACHE_INLINE { w[r] = weights<F>(row[r] + (c + chain * W) * SIZE); });
-        add(chain, w, x + c + chain * W);
+        add(chain, w, x + c + chain * W, x_stride);
       });
     }
     for (; c < columns; c += W) {
       V w[NR];
-      const int64_t count = min(W, columns - c);
+      const std::integral_constant<int, 0> chain;
+      if (c + W <= columns) {
+        unroll<NR>([&](auto r) KVCACHE_INLINE { w[r] = weights<F>(row[r] + c * SIZE); });
+        add(chain, w, x + c, x_stride);
+        continue;
+      }
+      // What lies behind rows may be no numbers.
+      const int64_t count = columns - c;
       unroll<NR>([&](auto r) KVCACHE_INLINE {
-        if (count == W) {
-          w[r] = weights<F>(row[r] + c * SIZE);
-        } else {  // what lies behind the row may be no number
-          char padded[W * SIZE] = {};
-          std::memcpy(padded, row[r] + c * SIZE, count * SIZE);
-          w[r] = weights<F>(padded);
-        }
+        char padded[W * SIZE] = {};
+        std::memcpy(padded, row[r] + c * SIZE, count * SIZE);
+        w[r] = weights<F>(padded);
       });
-      add(std::integral_constant<int, 0>(), w, x + c);  // rows of numbers are padded with zeros
+      float numbers[NX][W] = {};
+      for (int i = 0; i < NX; ++i) std::memcpy(numbers[i], x + i * x_stride + c, count * sizeof(float));
+      add(chain, w, numbers[0], W);
     }
   }
   unroll<NR>([&](auto r) KVCACHE_INLINE {
@@ -147,7 +152,7 @@ inline MultiplyTile multiply_of(Format format, int rows) {
 }
 
 // Write the products of `count` matrix rows from `first` on with n rows of numbers, and their bias:
-// out[r * n + i]. Rows of numbers are x_stride apart and padded with zeros to whole vectors.
+// out[r * n + i]. Rows of numbers are x_stride apart.
 inline void multiply(const Matrix& m, int64_t first, int count, const float* x, int64_t x_stride, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += PANEL_ROWS) {
     const int rows = int(min(PANEL_ROWS, n - i));

@@ -197,12 +197,19 @@ class Step:
         )
 
     @property
+    def largest_id(self) -> int:
+        """The largest id of the new tokens."""
+        return max(map(max, self._ids))
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence, the new ones included."""
         return max(map(int.__add__, self._packing.lengths, self.num_tokens))
 
     def take_over(self) -> StepRows:
         """Return what a kernel for all layers needs; all layers count as appended from now on.
+
+        Whoever takes over writes all rows, or lets the step be aborted.
 
         Raises:
             InvalidValueError: a layer is appended already, or the step is over.

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvcache.decoder import Linear
-from kvcache.decoder.weights import decoded, in_int8
+from kvcache.decoder.weights import WeightMemory, in_int8
 from kvcache.errors import NotSupportedError, RollbackError
 from kvcache.hf.guard import check_decoder_only
 from kvcache.hf.native_decoder import NativeDecoder
@@ -141,7 +141,6 @@ class NativePoolDecoder(Decoder):
             self._coded = copy.deepcopy(self.module)
             for part in self._coded.modules():
                 if type(part) is nn.Linear:
-                    memory = torch.empty(part.weight.numel(), dtype=torch.float32)
-                    weight = decoded(in_int8(Linear(part.weight)), torch.float32, memory)
+                    weight = WeightMemory(torch.float32).decoded(in_int8(Linear(part.weight)))
                     part.weight = nn.Parameter(weight.to(self.dtype))  # a tied one leaves the embeddings as they are
         return self._coded

@@ -43,3 +43,17 @@ def test_the_collector_rests_until_all_is_loaded(collector):
     collect_again()
     assert gc.isenabled()
     assert gc.get_freeze_count() > 0
+
+
+def test_transformers_looks_through_its_models_once():
+    code = (
+        "import functools; limited = functools.lru_cache\n"
+        "from kvcache.cli.start import import_transformers; import_transformers()\n"
+        "from transformers.utils.import_utils import create_import_structure_from_path as look\n"
+        "from pathlib import Path; import transformers\n"
+        "folders = [path for path in Path(transformers.__file__).parent.glob('models/*') if path.is_dir()]\n"
+        "assert functools.lru_cache is limited\n"
+        "print(len(folders) > 128, look.cache_info().misses < 1.5 * len(folders))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]

@@ -11,7 +11,7 @@ from rich.console import Console
 from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli import dialogue, options, units
 from kvcache.cli.conversation import Conversation
-from kvcache.cli.start import collect_again
+from kvcache.cli.start import collect_again, import_transformers
 from kvcache.errors import InvalidValueError
 from kvcache.memory import free_memory, parse_size
 from kvcache.storage.codecs import check_storage
@@ -76,6 +76,7 @@ def chat(
         raise InvalidValueError("standard input is closed; expected a terminal, or questions")
     messages = Console(stderr=True, highlight=False)
     with messages.status("Starting") as status:
+        import_transformers()
         from kvcache import hf  # first, as it says what to install where transformers is missing
         from kvcache.engine import Engine
 

@@ -12,7 +12,7 @@ from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli import options, units
 from kvcache.cli.progress import progress_bar
 from kvcache.cli.prompt import encode, read_prompt
-from kvcache.cli.start import Stopwatch, collect_again
+from kvcache.cli.start import Stopwatch, collect_again, import_transformers
 from kvcache.errors import InvalidValueError, NotSupportedError
 from kvcache.storage.codecs import check_storage
 
@@ -91,6 +91,7 @@ def generate(
     start = Stopwatch()
 
     with messages.status("Starting") as status:
+        import_transformers()
         from kvcache import hf  # first, as it says what to install where transformers is missing
         from kvcache.cli import report, run
         from kvcache.hf.prompt import fitting_new_tokens

@@ -74,9 +74,9 @@ def check_weights(weights: str | None) -> Literal["int8"] | None:
     """
     if weights is None:
         return None
-    if weights == "int8":
-        return "int8"
-    raise InvalidValueError(f"--weights is {weights!r}; expected int8, or leave it out")
+    if weights != "int8":
+        raise InvalidValueError(f"--weights is {weights!r}; expected int8, or leave it out")
+    return "int8"
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float) -> None:

@@ -4,10 +4,14 @@ The garbage collector rests until everything is loaded: it would walk again and 
 they are imported, a sixth of the whole start, and find next to nothing.
 """
 
+import functools
 import gc
+import importlib
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def rest_collector() -> None:
@@ -20,6 +24,25 @@ def collect_again() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
+
+
+def import_transformers() -> None:
+    """Import transformers, if it is installed, so that it looks through the files of all its models once and not twice.
+
+    It does so twice, and keeps what it finds by folder in an `lru_cache` of 128 entries. The folders are more, so none
+    of them is there the second time. As this is the command's own process, caches made meanwhile get no limit.
+    """
+    limited = functools.lru_cache
+
+    def unlimited(maxsize: Any = 128, typed: bool = False) -> Any:
+        return functools.cache(maxsize) if callable(maxsize) else limited(maxsize, typed)
+
+    functools.lru_cache = unlimited
+    try:
+        with suppress(ModuleNotFoundError):  # `kvcache.hf` says what to install
+            importlib.import_module("transformers.models")
+    finally:
+        functools.lru_cache = limited
 
 
 def process_seconds() -> float:

@@ -12,7 +12,7 @@ from rich.text import Text
 from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli import options
 from kvcache.cli.progress import progress_bar
-from kvcache.cli.start import collect_again
+from kvcache.cli.start import collect_again, import_transformers
 from kvcache.errors import InvalidValueError
 from kvcache.storage.codecs import check_storage
 
@@ -104,6 +104,7 @@ def verify(
     _check_native(native, weights, cache, attention=attention, lossy=lossy)
     messages = Console(stderr=True)
     with messages.status("Starting") as status:
+        import_transformers()
         from kvcache import hf  # first, as it says what to install where transformers is missing
         from kvcache.verify import HuggingFaceDecoder, NativePoolDecoder
         from kvcache.verify import verify as run

@@ -15,7 +15,7 @@ from kvcache.decoder.weights import in_int8
 from kvcache.errors import InvalidValueError, NotSupportedError
 from kvcache.hf.describe import DTYPES, describe
 from kvcache.hf.pooled import check_step_of, forward_step
-from kvcache.storage import BlockPool, CacheSpec
+from kvcache.storage import BlockPool, CacheSpec, Sequence
 from kvcache.storage.codecs import GROUP_SIZE
 from kvcache.storage.step import Step
 
@@ -32,7 +32,7 @@ class NativeDecoder:
     The weights are the model's own, not copies. In float32 results equal transformers' to rounding; with 16-bit weights
     what is between them is float32, so they are nearer to a run in float64 than transformers' are. What is done to the
     weights in place holds from the next step on. Parts of the model that are exchanged are noticed at the next step
-    that has several tokens of a text, or after 8 steps, and read anew. No gradient flows.
+    that has a new text or several tokens of one, or after 8 steps, and read anew. No gradient flows.
 
     Args:
         model: of Llama's kind (Llama, SmolLM2, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3), on the CPU, all weights
@@ -77,6 +77,7 @@ class NativeDecoder:
         self._product_dtype = product_dtype
         self._many_from = many_from
         self._steps_since_look = 0
+        self._under_way: WeakSet[Sequence] = WeakSet()  # texts for which the model was looked at
         self._pools: WeakSet[BlockPool] = WeakSet()  # that were found to be for this model
         self._read()
 
@@ -107,10 +108,12 @@ class NativeDecoder:
             places = check_int_tensor("places", places, (None,), "(R,)", step.pool.device).contiguous()
             check_range("places", places, 0, sum(step.num_tokens) - 1)
         self._steps_since_look += 1
-        if self._steps_since_look >= LOOK_EVERY or max(step.num_tokens) > 1:
+        is_under_way = max(step.num_tokens) == 1 and all(sequence in self._under_way for sequence in step.sequences)
+        if self._steps_since_look >= LOOK_EVERY or not is_under_way:
             if self._has_changed():
                 self._read()
             self._steps_since_look = 0  # only now: where the model is refused, the next step looks again
+            self._under_way.update(step.sequences)
         return self._run(step, places)
 
     def _check(self, step: Step) -> None:

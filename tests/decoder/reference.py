@@ -12,8 +12,9 @@ from kvcache.storage import Step
 from tests.oracle import attend_rows
 
 GROUP = 32
-# By how much of a row's largest number storing it may change one; of float32, what computing it rounds.
-ROUNDING = {"float32": 3e-6, "bfloat16": 2**-8, "float16": 2**-11, "int8": 1 / 127, "int4": 1 / 7}
+COMPUTED = 3e-6  # by how much, likewise, computing it in float32 may
+# By how much of a row's largest number storing it may change one.
+ROUNDING = {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11, "int8": 1 / 127, "int4": 1 / 7}
 
 
 def weights_of(linear: Linear) -> torch.Tensor:
@@ -53,11 +54,16 @@ def capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def expected_logits(decoder: DecoderDescription, step: Step, places: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the logits (R, vocabulary) of an open step that was run, float64, and check what it has stored."""
+def expected_logits(
+    decoder: DecoderDescription, step: Step, places: torch.Tensor | None = None, tolerance: float = COMPUTED
+) -> torch.Tensor:
+    """Return the logits (R, vocabulary) of an open step that was run, float64, and check what it has stored.
+
+    `tolerance` is what computing stored rows may change, of their largest number.
+    """
     x = embedded(decoder, step.tokens[0])
     for index, layer in enumerate(decoder.layers):
-        x = x + normed(layer.attended_norm, product(layer.out, _attended(decoder, step, index, layer, x)))
+        x = x + normed(layer.attended_norm, product(layer.out, _attended(decoder, step, index, layer, x, tolerance)))
         h = normed(layer.mlp_norm, x)
         gate = product(layer.gate, h)
         gate = gate * torch.sigmoid(gate) if layer.activation == "silu" else functional.gelu(gate, approximate="tanh")
@@ -67,7 +73,7 @@ def expected_logits(decoder: DecoderDescription, step: Step, places: torch.Tenso
 
 
 def _attended(
-    decoder: DecoderDescription, step: Step, index: int, layer: DecoderLayer, x: torch.Tensor
+    decoder: DecoderDescription, step: Step, index: int, layer: DecoderLayer, x: torch.Tensor, tolerance: float
 ) -> torch.Tensor:
     h = normed(layer.input_norm, x)
     q, k, v = (
@@ -85,7 +91,7 @@ def _attended(
         stored_k, stored_v = stored_rows(step, index, member)
         new = slice(first, first + count)
         for stored, computed in ((stored_k, k), (stored_v, v)):
-            _check_stored(step, stored[:, -count:], computed[:, new])
+            _check_stored(step, stored[:, -count:], computed[:, new], tolerance)
         rule = {"window": layer.spec.window, "sinks": layer.spec.sinks}
         output, _ = attend_rows(
             q[None, :, new], stored_k[None], stored_v[None], scale=layer.scale, softcap=layer.softcap, **rule
@@ -113,6 +119,7 @@ def stored_rows(step: Step, index: int, member: int) -> tuple[torch.Tensor, torc
     return found[0], found[1]
 
 
-def _check_stored(step: Step, stored: torch.Tensor, computed: torch.Tensor) -> None:
+def _check_stored(step: Step, stored: torch.Tensor, computed: torch.Tensor, tolerance: float) -> None:
     largest = computed.abs().amax(-1, keepdim=True)
-    assert ((stored - computed).abs() <= 1.1 * ROUNDING[step.pool.storage] * largest + 1e-6).all()
+    rounding = 1.1 * ROUNDING[step.pool.storage] + 2e-5  # layers of two numbers are badly conditioned
+    assert ((stored - computed).abs() <= rounding * largest + 1e-6).all()

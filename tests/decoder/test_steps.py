@@ -84,7 +84,7 @@ def assert_right(way, decoder, pool, pasts, counts, places=None, tolerance=TOLER
     vocab = decoder.head.weight.shape[0]
     with pool.step(with_pasts(pool, pasts), new_ids(counts, vocab)) as step:
         logits = run(way, decoder, step, places)
-        expected = expected_logits(decoder, step, places)
+        expected = expected_logits(decoder, step, places, tolerance)
     assert logits.dtype == torch.float32
     assert logits.shape == expected.shape
     assert_close(logits, expected, tolerance)
@@ -217,7 +217,7 @@ def _cases(draw):
     options = {
         "seed": numbers,
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        "hidden": unit * draw(st.integers(1, 4 if in_int8 else 90)),
+        "hidden": unit * draw(st.integers(1, 4) if in_int8 else st.integers(16, 90)),
         "kv_heads": kv_heads,
         "heads": kv_heads * draw(st.integers(1, 9)),
         "head_dim": 32 if in_int8 else draw(st.sampled_from([2, 6, 8, 14, 64, 80])),

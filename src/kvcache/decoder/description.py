@@ -18,6 +18,7 @@ import torch
 
 from kvcache.errors import InvalidValueError
 from kvcache.native import MAX_HEAD_DIM
+from kvcache.storage.codecs import GROUP_SIZE
 from kvcache.storage.specs import LayerSpec
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -37,6 +38,10 @@ class Norm:
     eps: float
     offset: float = 0.0
 
+    def check(self, name: str, size: int) -> None:
+        """Check that it has a weight for each of so many numbers."""
+        _check_shape(name, self.weight, size)
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -51,6 +56,14 @@ class Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     scales: torch.Tensor | None = None
+
+    def check(self, name: str, num_out: int, num_in: int) -> None:
+        """Check that it makes so many numbers of so many."""
+        _check_shape(name, self.weight, num_out, num_in)
+        if self.bias is not None:
+            _check_shape(f"{name}'s bias", self.bias, num_out)
+        if self.scales is not None:
+            _check_shape(f"{name}'s scales", self.scales, num_out, num_in // GROUP_SIZE)
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +122,7 @@ class DecoderLayer:
 
     def __post_init__(self) -> None:
         heads, kv_heads, (k_dim, v_dim) = self.num_heads, self.spec.num_heads, self.spec.head_dims
-        hidden, inner = len(self.input_norm.weight), len(self.gate.weight)
+        hidden, inner = self.query.weight.shape[-1], len(self.gate.weight)
         expected = {
             "query": (heads * k_dim, hidden),
             "key": (kv_heads * k_dim, hidden),
@@ -120,8 +133,10 @@ class DecoderLayer:
             "down": (hidden, inner),
         }
         for name, linear in self.linears.items():
-            if tuple(linear.weight.shape) != expected[name]:
-                raise InvalidValueError(f"{name} has shape {tuple(linear.weight.shape)}; expected {expected[name]}")
+            linear.check(name, *expected[name])
+        for name, part in vars(self).items():
+            if isinstance(part, Norm):
+                part.check(name, k_dim if name in ("query_norm", "key_norm") else hidden)
         if heads % kv_heads or k_dim % 2 or not max(k_dim, v_dim) <= MAX_HEAD_DIM:
             raise InvalidValueError(
                 f"there are {heads} query heads over {kv_heads} of {k_dim} and {v_dim}; expected a multiple, and even "
@@ -155,6 +170,14 @@ class DecoderDescription:
     rotary: Mapping[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
     max_positions: int | None = None
 
+    def __post_init__(self) -> None:
+        hidden = self.hidden_size
+        for index, layer in enumerate(self.layers):
+            if (size := layer.query.weight.shape[1]) != hidden:
+                raise InvalidValueError(f"layer {index} takes {size} numbers of a token; expected {hidden}")
+        self.norm.check("norm", hidden)
+        self.head.check("head", len(self.head.weight), hidden)
+
     def check_ids(self, largest: int) -> None:
         """Check that a step's largest id is one of the vocabulary."""
         if largest >= (vocabulary := len(self.embedding.weight)):
@@ -163,10 +186,15 @@ class DecoderDescription:
     @property
     def hidden_size(self) -> int:
         """Numbers of a token between layers."""
-        return self.norm.weight.shape[0]
+        return self.embedding.weight.shape[1]
 
     @property
     def step_nbytes(self) -> int:
         """Bytes of weights that a step reads, however few tokens it has; embeddings are left out."""
         linears = [part for layer in self.layers for part in layer.linears.values()]
         return sum(linear.nbytes for linear in (*linears, self.head))
+
+
+def _check_shape(name: str, tensor: torch.Tensor, *sizes: int) -> None:
+    if tuple(tensor.shape) != sizes:
+        raise InvalidValueError(f"{name} has shape {tuple(tensor.shape)}; expected {sizes}")

@@ -11,6 +11,7 @@ from kvcache.attention.processor import product_dtype
 from kvcache.decoder.description import DecoderDescription, DecoderLayer, Linear, Norm
 from kvcache.decoder.rotary import RotaryTable, RotaryTables
 from kvcache.decoder.weights import WeightMemory
+from kvcache.precision import without_autocast
 from kvcache.storage.step import Step
 
 
@@ -38,6 +39,10 @@ class ManyRows:
 
     def run(self, step: Step, places: torch.Tensor | None = None) -> torch.Tensor:
         """As `FewRows.run`."""
+        with without_autocast(torch.device("cpu")):
+            return self._logits(step, places)
+
+    def _logits(self, step: Step, places: torch.Tensor | None) -> torch.Tensor:
         self._decoder.check_ids(step.largest_id)
         memory = WeightMemory(self._dtype)
         x = self._decoder.embedding.of(step.tokens[0]).float()

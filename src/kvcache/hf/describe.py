@@ -82,15 +82,12 @@ class _Reader:
         embedding, rotary = self._embedding(base), self._rotary(base)
         cap = self.config.final_logit_softcapping if self.family.softcaps else None
         unchanged = unchanged_positions(self.config)
-        description = DecoderDescription(
-            embedding=embedding,
-            layers=read,
-            norm=self._norm(base, "model", "norm"),
-            head=self._linear(root, "", "lm_head"),
-            head_softcap=cap,
-            rotary=rotary,
-            max_positions=None if unchanged is None else unchanged.num_tokens,
-        )
+        norm, head = self._norm(base, "model", "norm"), self._linear(root, "", "lm_head")
+        max_positions = None if unchanged is None else unchanged.num_tokens
+        try:
+            description = DecoderDescription(embedding, read, norm, head, cap, rotary, max_positions)
+        except InvalidValueError as error:
+            raise NotSupportedError(str(error)) from error
         self._check_dtypes(description)
         return description, self.parts
 
@@ -121,6 +118,8 @@ class _Reader:
         norms = dict.fromkeys("qk", None) | {
             name: self._norm(attention, f"{path}.self_attn", f"{name}_norm") for name in "qk" if self.family.head_norms
         }
+        if getattr(self.config, "attention_dropout", 0.0):
+            self.parts.attribute(attention, "training")
         if not getattr(attention, "is_causal", True):
             raise NotSupportedError(f"{path}.self_attn is not causal")
         if attention.layer_idx != index:
@@ -131,7 +130,7 @@ class _Reader:
         parts: dict[str, Any] = {
             "spec": spec,
             "num_heads": len(linears["q"].weight) // spec.head_dim,
-            "scale": float(attention.scaling),
+            "scale": float(self.parts.attribute(attention, "scaling")),
             "softcap": attention.attn_logit_softcapping if self.family.softcaps else None,
             "rotary": self._rotary_name(index),
             "activation": self._activation(mlp, path),
@@ -155,7 +154,7 @@ class _Reader:
             raise NotSupportedError(f"{path}: {error}") from error
 
     def _activation(self, mlp: Any, path: str) -> Activation:
-        name = type(mlp.act_fn).__name__
+        name = type(self.parts.child(mlp, f"{path}.mlp", "act_fn")).__name__
         if name not in ACTIVATIONS:
             raise NotSupportedError(f"{path}.mlp.act_fn is a {name}; expected one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
@@ -165,12 +164,15 @@ class _Reader:
         where = f"{path}.{name}".lstrip(".")
         if type(linear) is not nn.Linear:
             raise NotSupportedError(f"{where} is a {type(linear).__name__}; expected a torch.nn.Linear")
-        bias = None if linear.bias is None else self.parts.tensor(linear, where, "bias")
-        return Linear(self.parts.tensor(linear, where, "weight"), bias)
+        weight = self.parts.tensor(linear, where, "weight")
+        if linear.bias is not None:
+            return Linear(weight, self.parts.tensor(linear, where, "bias"))
+        self.parts.no_tensor(linear, "bias")
+        return Linear(weight)
 
     def _norm(self, owner: nn.Module, path: str, name: str) -> Norm:
         norm: Any = self.parts.child(owner, path, name, self._classes("RMSNorm"))
-        eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        eps = self.parts.attribute(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps")
         return Norm(self.parts.tensor(norm, f"{path}.{name}", "weight"), float(eps), self.family.norm_offset)
 
     def _rotary_name(self, index: int) -> str:
@@ -184,6 +186,9 @@ class _Reader:
         module = self.parts.child(base, "model", "rotary_emb", self._classes("RotaryEmbedding"))
         for name in module._buffers:
             self.parts.tensor(module, "model.rotary_emb", name)
+        for name in vars(module):
+            if name.endswith("attention_scaling"):
+                self.parts.attribute(module, name)
         names = dict.fromkeys(self._rotary_name(index) for index in range(len(self.spec.layers)))
         if self._has_two_rotaries:
             return {name: partial(_turns, module, layer_type=name) for name in names}

@@ -24,7 +24,7 @@ class Parts:
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._model = model
-        self._addresses: list[int] = []  # of the tensors' numbers
+        self._facts: list[object] = []  # of the tensors
         self._holders: list[dict[str, Any]] = []  # where each part stands
         self._names: list[str] = []  # its name there
         self._parts: list[Any] = []
@@ -79,9 +79,20 @@ class Parts:
         if type(tensor) not in native.PLAIN_TYPES or tensor.is_meta or tensor.layout is not torch.strided:
             raise NotSupportedError(f"{where} is a {type(tensor).__name__} on {tensor.device}; expected a plain tensor")
         self._note(held, name, tensor)
-        self._addresses.append(tensor.data_ptr())
         self.tensors[where] = tensor
+        self._facts.append(_facts_of(where, tensor))
         return tensor.detach()
+
+    def attribute(self, owner: nn.Module, name: str) -> Any:
+        """Note and return an attribute of a module, or None where it has none of this name."""
+        value = vars(owner).get(name)
+        if name in vars(owner):
+            self._note(vars(owner), name, value)
+        return value
+
+    def no_tensor(self, owner: nn.Module, name: str) -> None:
+        """Note that a module has no parameter of this name."""
+        self._note(owner._parameters, name, None)
 
     @property
     def are_the_same(self) -> bool:
@@ -89,7 +100,7 @@ class Parts:
         assert native.kernels is not None  # whose loops are fast
         return (
             native.kernels.are_in_place(self._holders, self._names, self._parts, self._attributes, "forward")
-            and list(map(torch.Tensor.data_ptr, self.tensors.values())) == self._addresses
+            and list(map(_facts_of, self.tensors, self.tensors.values())) == self._facts
             and not any(self._hooks)
             and not _are_around(self._model_hooks)
         )
@@ -107,3 +118,9 @@ class Parts:
 
 def _are_around(hooks: list[dict[int, Any]]) -> bool:
     return any(not is_own_hook(hook) for some in hooks for hook in some.values())
+
+
+def _facts_of(where: str, tensor: torch.Tensor) -> object:
+    """Return where the numbers of a tensor are; of one that is read only once, how often it was written as well."""
+    is_read_once = where.rpartition(".")[2] not in ("weight", "bias") and not tensor.is_inference()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, is_read_once and tensor._version

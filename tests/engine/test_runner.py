@@ -153,7 +153,7 @@ def test_a_matrix_exchanged_for_another_is_read_anew(engine_of):
 
 
 def test_a_prompt_of_one_token_behind_an_exchange_leaves_no_old_rows_to_be_found(engine_of):
-    """The decoder looks at the model once in 8 steps of single tokens; the prefix cache, with each prompt."""
+    """The decoder looks at the model for each new text, as the prefix cache does; else once in 8 steps."""
     model, ids = llama(FLOAT32), ids_of(9)
     engine = engine_of(model, block_size=1)
     generated(engine, ids, count=1)  # a look, and no step of a single token since

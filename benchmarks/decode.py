@@ -10,7 +10,7 @@ smollm2 continues a novel (benchmarks/texts), greedily and past its end tokens, 
 prompt, 4 and 8, which begin at different places. The sides that keep prefixes are asked several times for the same
 prompts: first these are new, then they were seen. Every case has a process of its own, warmed up with a tiny prompt.
 llama.cpp and OpenVINO read the GGUF file that smollm2 is made from, 4-bit weights; llama.cpp, through its Python class,
-has one text. transformers' caches are filled with random numbers in place of longer batches, as in
+has one text, and StaticCache is asked for one only. vLLM runs in bfloat16. transformers' caches are filled with random numbers in place of longer batches, as in
 benchmarks/generate.py. 8 prompts of 6,000 tokens are left out in float32. What takes more than five minutes is given
 up, and so are larger batches of it.
 
@@ -66,7 +66,9 @@ PEERS = {"vLLM": "vllm", "OpenVINO": "openvino", "llama.cpp": "llama.cpp"}
 SCRIPTS = {"vLLM": "vllm_decode.py", "OpenVINO": "openvino_decode.py", "llama.cpp": "llama_decode.py"}
 SIDES = (*OWN_SIDES, *PEERS)
 FLOATS = ("float32", "bfloat16")
-DTYPES = {OURS: (*FLOATS, INT8), "OpenVINO": (FOUR_BITS,), "llama.cpp": (FOUR_BITS,)}  # of the others FLOATS
+# Of the others FLOATS; of vLLM, whose start takes long, its faster one.
+DTYPES = {OURS: (*FLOATS, INT8), "vLLM": ("bfloat16",), "OpenVINO": (FOUR_BITS,), "llama.cpp": (FOUR_BITS,)}
+ONE_TEXT = ("llama.cpp", "transformers, StaticCache")  # sides that are asked for one prompt only
 CONTEXTS, QUICK_CONTEXTS = (42, 2048, 6000), (16, 96)
 BATCHES, QUICK_BATCHES = (1, 4, 8), (1, 2)
 LEFT_OUT = {("float32", 6000, 8)}  # takes minutes, and keys and values of 2 GB, to say what the others say
@@ -170,7 +172,7 @@ def decoding_cases(sides: list[str], contexts: tuple[int, ...], batches: tuple[i
     for context in contexts:
         for batch in batches:
             for side in sides:
-                dtypes = DTYPES.get(side, FLOATS) if batch == 1 or side != "llama.cpp" else ()
+                dtypes = DTYPES.get(side, FLOATS) if batch == 1 or side not in ONE_TEXT else ()
                 yield from (
                     Case(side, dtype, context, batch) for dtype in dtypes if (dtype, context, batch) not in LEFT_OUT
                 )

@@ -11,8 +11,8 @@ prompt, 4 and 8, which begin at different places. The sides that keep prefixes a
 prompts: first these are new, then they were seen. Every case has a process of its own, warmed up with a tiny prompt.
 llama.cpp and OpenVINO read the GGUF file that smollm2 is made from, 4-bit weights; llama.cpp, through its Python class,
 has one text, and StaticCache is asked for one only. vLLM runs in bfloat16. transformers' caches are filled with random
-numbers in place of longer batches, as in benchmarks/generate.py. 8 prompts of 6,000 tokens are left out in float32. What
-takes more than five minutes is given up, and so are larger batches of it.
+numbers in place of longer batches, as in benchmarks/generate.py. 8 prompts of 6,000 tokens are left out in float32.
+What takes more than five minutes is given up, and so are larger batches of it.
 
     tokens/s      all prompts' over the median time of the steps in which all of them decode
     over limit    that time over the time to read the weights of all layers and the head, and the keys and values of

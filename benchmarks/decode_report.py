@@ -77,6 +77,7 @@ def rows_of(results: Mapping[Any, Row], limits: Limits) -> list[Row]:
             row |= _decoding(result["rounds"], limits.step_seconds(case.dtype, case.context, case.batch), case.batch)
             row |= {name: result[name] for name in ("peak_nbytes", "loaded_nbytes")}
             tokens[case] = result["rounds"][0]["token_ids"]
+            row["new_tokens"] = len(tokens[case][0]) if tokens[case] else 0
         rows.append(row)
     for case, row in zip(results, rows, strict=True):
         ours = [key for key in tokens if (key.side, key.dtype) == (OURS, REFERENCE) and _setting(key) == _setting(case)]
@@ -104,7 +105,6 @@ def _decoding(rounds: list[Row], limit: float | None, batch: int) -> Row:
         "prefill_seconds": None if cold.get("is_filled") else firsts[0],
         "seen_milliseconds": statistics.median(firsts[1:]) * 1e3 if seen else None,
         "cached_tokens": seen[0]["cached_tokens"] if seen else None,
-        "new_tokens": len(cold["token_seconds"][0]),
     }
 
 

@@ -60,7 +60,7 @@ def test_quantised_rows_alone_are_lossy_as_configured(storage):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_small_fault_in_steps_of_many_tokens_is_found(monkeypatch, dtype, options):
     computed = ManyRows._computed
-    monkeypatch.setattr(ManyRows, "_computed", lambda self, layer, x: 1.02 * computed(self, layer, x))
+    monkeypatch.setattr(ManyRows, "_computed", lambda *arguments: 1.02 * computed(*arguments))
     report = verify(NativePoolDecoder(llama(dtype, **GROUPS), **options))
     assert verdicts(report)["prefill, then decode"] is Verdict.CORRUPT, str(report)
     assert verdicts(report)["one token at a time"] is not Verdict.CORRUPT, str(report)

@@ -32,7 +32,6 @@ then what was measured is in decode.jsonl beside them.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -56,6 +55,7 @@ from .generate_case import TEXT
 from .machine import machine
 from .memory import Reader
 from .peers import FOLDER, python, vllm_variables
+from .process import CaseError, run_case
 
 RESULTS = Path(__file__).parent / "results" / "decode.json"
 WORK = RESULTS.with_suffix(".jsonl")
@@ -91,10 +91,6 @@ class Case:
     def __str__(self) -> str:
         what = f"{self.batch} x {self.context}" if self.lookup is None else f"editing, {self.lookup} tokens guessed"
         return f"{what}: {self.side}, {self.dtype}"
-
-
-class CaseError(Exception):
-    """What a failed process said."""
 
 
 @dataclass(frozen=True)
@@ -140,31 +136,17 @@ class Bench:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Return what a side measured, in a process of its own; what it says is shown only if it fails."""
+    """Return what a side measured, or that it took too long."""
     side, variables = job["side"], {}
     command = [sys.executable, "-m", "benchmarks.decode_case"]
     if side in PEERS:
         command = [str(python(PEERS[side])), str(FOLDER / SCRIPTS[side])]
     if side == "vLLM":
         variables = vllm_variables(job["memory"])
-    with tempfile.TemporaryDirectory() as scratch:
-        job_file, result_file = Path(scratch) / "job.json", Path(scratch) / "result.json"
-        job_file.write_text(json.dumps(job))
-        try:
-            done = subprocess.run(
-                [*command, str(job_file), str(result_file)],
-                env=os.environ | variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            return {"skipped": f"more than {SECONDS} s"}
-        if done.returncode:
-            raise CaseError(f"failed\n{done.stdout}")
-        result: dict[str, Any] = json.loads(result_file.read_text())
-    return result
+    try:
+        return run_case(command, job, variables, SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"skipped": f"more than {SECONDS} s"}
 
 
 def decoding_cases(sides: list[str], contexts: tuple[int, ...], batches: tuple[int, ...]) -> Iterator[Case]:

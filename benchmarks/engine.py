@@ -22,12 +22,9 @@ before: its first token, over a step of decoding. It writes benchmarks/results/e
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +39,7 @@ from .generate import aligned
 from .generate_case import TEXT
 from .machine import machine
 from .peers import FOLDER, python, vllm_variables
+from .process import CaseError, run_case
 
 RESULTS = Path(__file__).parent / "results" / "engine.json"
 OURS, VLLM = "kvcache", "vLLM"
@@ -57,10 +55,6 @@ Prompts = list[list[int]]
 Row = dict[str, Any]
 
 
-class CaseError(Exception):
-    """What a failed process said."""
-
-
 def workloads(text: list[int], num_prompts: int, shared: int) -> dict[str, Prompts]:
     rng = random.Random(0)
     pieces = []
@@ -74,25 +68,12 @@ def workloads(text: list[int], num_prompts: int, shared: int) -> dict[str, Promp
 
 
 def run(side: str, folder: Path, dtype: str, rounds: list[Prompts], new_tokens: int) -> dict[str, Any]:
-    """Return what a side measured, in a process of its own; what it says is shown only if it fails."""
+    """Return what a side measured, in a process of its own."""
     job = {"side": side, "model": str(folder), "dtype": dtype, "rounds": rounds, "new_tokens": new_tokens}
     command, variables = [sys.executable, "-m", "benchmarks.engine_case"], {}
     if side == VLLM:
         command, variables = [str(python("vllm")), str(FOLDER / "vllm_engine.py")], vllm_variables(MEMORY)
-    with tempfile.TemporaryDirectory() as scratch:
-        job_file, result_file = Path(scratch) / "job.json", Path(scratch) / "result.json"
-        job_file.write_text(json.dumps(job | {"memory": MEMORY, "warm_up": WARM_UP}))
-        done = subprocess.run(
-            [*command, str(job_file), str(result_file)],
-            env=os.environ | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            raise CaseError(f"failed\n{done.stdout}")
-        result: dict[str, Any] = json.loads(result_file.read_text())
-    return result
+    return run_case(command, job | {"memory": MEMORY, "warm_up": WARM_UP}, variables)
 
 
 def measure(side: str, folder: Path, dtype: str, workload: str, prompts: Prompts) -> Row:

@@ -74,13 +74,12 @@ class Int8Weights:
             return self.decoder.forward_step(step, torch.arange(chunk.shape[1]))
 
     def row(self, score: Score) -> dict[str, float | str]:
-        nbytes = self.decoder.description.step_nbytes
-        linears = [*(part for layer in self.decoder.description.layers for part in layer.linears.values())]
-        linears.append(self.decoder.description.head)
+        description = self.decoder.description
+        num_weights = sum(linear.weight.numel() for linear in description.linears)
         return {
             **_quality(INT8_WEIGHTS, score),
-            "step_nbytes": nbytes,
-            f"bytes_over_{BASELINE}": nbytes / (2 * sum(linear.weight.numel() for linear in linears)),
+            "step_nbytes": description.step_nbytes,
+            f"bytes_over_{BASELINE}": description.step_nbytes / (2 * num_weights),
         }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvcache.cli import units
+from kvcache.decoder.weights import Weights
 from kvcache.engine import Completion, Engine
 from kvcache.engine.model import longest_text, warn_of_what_is_not_done
 from kvcache.engine.options import options_of
@@ -21,7 +22,6 @@ from kvcache.hf import cache_for, use_attention
 from kvcache.hf.attention import attention_is_exchangeable
 from kvcache.hf.cache import ModelCache
 from kvcache.hf.guard import parameters_of_forward
-from kvcache.hf.native_decoder import Weights
 from kvcache.hf.versions import CACHE_ARGUMENT
 from kvcache.memory import free_memory
 from kvcache.storage import CacheSpec

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from kvcache.checks import check_dtype, dtype_name
 from kvcache.cli import options
 from kvcache.cli.progress import progress_bar
 from kvcache.cli.start import collect_again, import_transformers
+from kvcache.decoder.weights import Weights
 from kvcache.errors import InvalidValueError
 from kvcache.storage.codecs import check_storage
 
@@ -117,7 +118,7 @@ def verify(
         loaded = hf.load_model(model, dtype=dtype, device=device, progress=status.update)
         decoder: Decoder
         if native:
-            decoder = NativePoolDecoder(loaded.model, storage=storage, weights=cast(Any, weights))
+            decoder = NativePoolDecoder(loaded.model, storage=storage, weights=cast(Weights | None, weights))
         else:
             decoder = HuggingFaceDecoder(loaded.model, factory, storage=storage, attention=attention, is_lossy=lossy)
         texts = [loaded.tokenizer(passage)["input_ids"] for passage in PASSAGES]

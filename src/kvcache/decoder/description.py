@@ -191,8 +191,12 @@ class DecoderDescription:
     @property
     def step_nbytes(self) -> int:
         """Bytes of weights that a step reads, however few tokens it has; embeddings are left out."""
-        linears = [part for layer in self.layers for part in layer.linears.values()]
-        return sum(linear.nbytes for linear in (*linears, self.head))
+        return sum(linear.nbytes for linear in self.linears)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All its matrices."""
+        return [*(part for layer in self.layers for part in layer.linears.values()), self.head]
 
 
 def _check_shape(name: str, tensor: torch.Tensor, *sizes: int) -> None:

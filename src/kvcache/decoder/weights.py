@@ -3,10 +3,14 @@
 Of each row 32 weights share a scale, in bfloat16: w ~ code * scale with codes from -127 to 127.
 """
 
+from typing import Literal
+
 import torch
 
 from kvcache.decoder.description import Linear
 from kvcache.storage.codecs import GROUP_SIZE
+
+Weights = Literal["int8"]  # what matrices can be kept in, instead of what they are in
 
 _LARGEST = 127
 _ROWS = 4096  # encoded at a time, so that memory for floats stays small

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcache.checks import check_int
+from kvcache.decoder.weights import Weights
 from kvcache.engine.completion import Completion
 from kvcache.engine.job import Job, Pieces
 from kvcache.engine.model import fitting_in_engine, longest_text, warn_of_what_is_not_done
@@ -22,7 +23,6 @@ from kvcache.engine.worker import Worker
 from kvcache.errors import InvalidTypeError, InvalidValueError
 from kvcache.hf import load_model
 from kvcache.hf.guard import check_decoder_only
-from kvcache.hf.native_decoder import Weights
 from kvcache.hf.prompt import Prompt, check_known_ids, prompt_ids
 from kvcache.prefix import PrefixCache, PrefixStatistics
 from kvcache.prefix.keys import encoded

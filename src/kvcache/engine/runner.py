@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from kvcache.decoder.weights import Weights
 from kvcache.engine.model import spec_of
 from kvcache.errors import NotSupportedError
 from kvcache.hf import NativeDecoder, forward_step, use_attention
-from kvcache.hf.native_decoder import Weights
 from kvcache.storage import CacheSpec
 from kvcache.storage.step import Step
 

@@ -1,25 +1,23 @@
 """Decoders like Llama run by this package's own kernels over steps of a pool, from the weights of the loaded model."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
 
 from kvcache import native
-from kvcache.checks import check_int, check_int_tensor, check_range
+from kvcache.checks import check_int
 from kvcache.decoder import DecoderDescription, FewRows, Linear, ManyRows
 from kvcache.decoder.rotary import RotaryTables
-from kvcache.decoder.weights import in_int8
+from kvcache.decoder.weights import Weights, in_int8
 from kvcache.errors import InvalidValueError, NotSupportedError
 from kvcache.hf.describe import DTYPES, describe
-from kvcache.hf.pooled import check_step_of, forward_step
+from kvcache.hf.pooled import check_step_of, checked_places, forward_step
 from kvcache.storage import BlockPool, CacheSpec, Sequence
 from kvcache.storage.codecs import GROUP_SIZE
 from kvcache.storage.step import Step
-
-Weights = Literal["int8"]
 
 LOOK_EVERY = 8  # steps of single tokens; a look takes 4 % of a step of a small model
 _TRIED = 5  # tokens that are run both ways
@@ -105,8 +103,7 @@ class NativeDecoder:
         """
         self._check(step)
         if places is not None:
-            places = check_int_tensor("places", places, (None,), "(R,)", step.pool.device).contiguous()
-            check_range("places", places, 0, sum(step.num_tokens) - 1)
+            places = checked_places(places, step)
         self._steps_since_look += 1
         is_under_way = max(step.num_tokens) == 1 and all(sequence in self._under_way for sequence in step.sequences)
         if self._steps_since_look >= LOOK_EVERY or not is_under_way:

@@ -59,7 +59,7 @@ def forward_step(model: PreTrainedModel, step: Step, places: torch.Tensor | None
     """
     check_decoder_only(model)
     _check_step(step)
-    wanted = step.last if places is None else _checked_places(places, step)
+    wanted = step.last if places is None else checked_places(places, step)
     with use_attention(model):
         parameters = parameters_of_forward(type(model).forward)
         _check_model_takes_steps(model, parameters)
@@ -91,7 +91,8 @@ def _check_step(step: Any) -> None:
     step.check_open()
 
 
-def _checked_places(places: Any, step: Step) -> torch.Tensor:
+def checked_places(places: Any, step: Step) -> torch.Tensor:
+    """Return places among a step's tokens as int64 (R,), once they are found to be some."""
     checked = check_int_tensor("places", places, (None,), "(R,)", step.pool.device)
     check_range("places", checked, 0, sum(step.num_tokens) - 1)
     return checked

@@ -188,7 +188,7 @@ class Kernel {
     for_key_runs(tile, [&](const Run& run, int first) {
       k_reader.score[rows - 1](run, a.k.head_dim, tile.queries, k_dim, tile.scores + first * stride);
     });
-    weigh(tile, 0, state);
+    weigh(tile, state);
     for_value_runs(tile, [&](const Run& run, int first) {
       v_reader.accumulate[rows - 1](run, a.v.head_dim, tile.scores + first * stride, state.sums, v_dim);
     });
@@ -205,10 +205,10 @@ class Kernel {
       for (int j = 0; j < 4; ++j) four[j] = rows + min(s + j, slots - 1) * k_dim;
       transpose_four(four, k_channels, keys + s);
     }
-    for (int row = 0; row < rows_of(tile.work); row += ROWS) {
-      const int count = int(min(ROWS, rows_of(tile.work) - row));
+    for (int row = 0; row < rows_of(tile.work); row += SCORE_ROWS) {
+      const int count = int(min(SCORE_ROWS, rows_of(tile.work) - row));
       SCORE_MANY[count - 1](tile.queries + int64_t(row) * k_dim, k_dim, k_channels, keys, slots, tile.scores);
-      float* sums[ROWS];
+      float* sums[SCORE_ROWS];
       for (int i = 0; i < count; ++i) {
         const PanelState panel = state_of(tile.split, tile.kv_head, (row + i) / PANEL);
         const int lane = (row + i) % PANEL;
@@ -232,21 +232,21 @@ class Kernel {
   }
 
   // Turn a panel's scores into weights.
-  void weigh(const Tile& tile, int panel, const PanelState& state) const {
-    const int rows = panel_rows(tile.work, panel), stride = score_stride(rows);
+  void weigh(const Tile& tile, const PanelState& state) const {
+    const int rows = panel_rows(tile.work, 0), stride = score_stride(rows);
     const int count = int(tile.end - tile.begin) * stride;
     if (a.softcap > 0)
       for (int i = 0; i < count; i += W)
         store(tile.scores + i, tanh(load<V>(tile.scores + i)) * (a.softcap * LOG2E));
-    mask(tile, panel, rows, stride);
+    mask(tile, rows, stride);
     const auto apply = stride == 1 ? softmax<1> : stride == 2 ? softmax<2> : softmax<4>;
     apply(tile.scores, count, state, rows, v_dim);
   }
 
   // Hide what a row's own token does not see of a tile that another token of the work sees.
-  void mask(const Tile& tile, int panel, int rows, int stride) const {
+  void mask(const Tile& tile, int rows, int stride) const {
     for (int i = 0; i < rows; ++i) {
-      const int64_t slot = tile.work.slot + (panel * PANEL + i) / group;
+      const int64_t slot = tile.work.slot + i / group;
       const Visible seen = visible(a, tile.work.start, slot);
       if (tile.end <= slot + 1 && (tile.begin >= seen.window_start || tile.end <= seen.sinks_end)) continue;
       for (int64_t s = tile.begin; s < tile.end; ++s)

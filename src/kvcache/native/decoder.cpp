@@ -132,6 +132,7 @@ class Run {
     attended = rows(width.attended), inner = rows(width.inner), added = rows(width.hidden);
     x = rows(width.hidden);
     own = memory;
+    for (int64_t b = 0; b < s.batch; ++b) most_queries = max(most_queries, s.firsts[b + 1] - s.firsts[b]);
     for (size_t i = 0; i < d.layers.size(); ++i) {
       const size_t plan = d.layers[i].plan;  // counted from 0 in the order of the layers
       if (plan < plans.size()) continue;
@@ -164,6 +165,7 @@ class Run {
   float *q, *k, *v, *attended, *inner, *added, *x;  // rows of all tokens; x is what goes from layer to layer
   float* own;                                   // own_size for each thread: normed rows, and tiles of products
   int64_t own_size;
+  int64_t most_queries = 1;  // of a sequence
   std::vector<Plan> plans;
 
   Attention attention_of(size_t i) const {
@@ -173,9 +175,8 @@ class Run {
     Attention a = {};
     a.q = q, a.q_format = Format::Float32, a.q_strides = {0, layer.k_dim, width.q};
     a.k = blocks.k, a.v = blocks.v;
-    a.batch = int(s.batch), a.heads = layer.heads, a.kv_heads = layer.kv_heads, a.queries = 1;
+    a.batch = int(s.batch), a.heads = layer.heads, a.kv_heads = layer.kv_heads, a.queries = int(most_queries);
     a.group = layer.heads / layer.kv_heads;
-    for (int64_t b = 0; b < s.batch; ++b) a.queries = int(max(a.queries, s.firsts[b + 1] - s.firsts[b]));
     a.block_size = blocks.block_size, a.num_blocks = blocks.num_blocks, a.num_slots = kind.table_stride * blocks.block_size;
     a.table = kind.table.data(), a.table_stride = kind.table_stride, a.lengths = kind.lengths.data();
     a.firsts = s.firsts.data();

@@ -1,7 +1,7 @@
 // The arithmetic of a tile for many query rows: keys stand slot by slot in vectors, so that a row's scores are one too.
 //
 // Keys and values of the tile are decoded once for all rows of a work, keys transposed on the way. Rows are then taken up
-// to ROWS at a time, as many as leave registers for two vectors of sums each.
+// to SCORE_ROWS at a time, as many as leave registers for two vectors of sums each.
 #pragma once
 
 #include "attention.hpp"
@@ -12,9 +12,7 @@ namespace kvcache {
 namespace KVCACHE_ISA {
 namespace {
 
-constexpr int ROWS = 6;
 static_assert(MAX_TILE % PAIR == 0);
-static_assert(ROWS <= SCORE_ROWS);
 
 // Write four rows of numbers as columns: to[c * MAX_TILE + row].
 inline void transpose_four(const float* const* rows, int count, float* to) {
@@ -29,19 +27,23 @@ inline void transpose_four(const float* const* rows, int count, float* to) {
   }
 }
 
+// Add a pair of vectors, times a factor for each row, to the rows' sums.
+template <int N>
+KVCACHE_INLINE inline void add_pair(V (&sums)[N][2], const float* pair, const float* factors, int stride) {
+  const V a = load<V>(pair), b = load<V>(pair + W);
+  unroll<N>([&](auto i) KVCACHE_INLINE {
+    const float factor = factors[i * stride];
+    sums[i][0] = a * factor + sums[i][0];
+    sums[i][1] = b * factor + sums[i][1];
+  });
+}
+
 // Write the products of N query rows with a tile's keys (channels, MAX_TILE): scores[row * MAX_TILE + slot].
 template <int N>
 void score_many(const float* queries, int q_stride, int channels, const float* keys, int slots, float* scores) {
   for (int s = 0; s < slots; s += PAIR) {
     V sum[N][2] = {};
-    for (int c = 0; c < channels; ++c) {
-      const V a = load<V>(keys + c * MAX_TILE + s), b = load<V>(keys + c * MAX_TILE + s + W);
-      unroll<N>([&](auto i) KVCACHE_INLINE {
-        const float x = queries[i * q_stride + c];
-        sum[i][0] = a * x + sum[i][0];
-        sum[i][1] = b * x + sum[i][1];
-      });
-    }
+    for (int c = 0; c < channels; ++c) add_pair<N>(sum, keys + c * MAX_TILE + s, queries + c, q_stride);
     unroll<N>([&](auto i) KVCACHE_INLINE {
       store(scores + i * MAX_TILE + s, sum[i][0]);
       store(scores + i * MAX_TILE + s + W, sum[i][1]);
@@ -59,14 +61,7 @@ void accumulate_many(const float* weights, int slots, const float* values, int v
       sum[i][0] = load<V>(sums[i] + d);
       sum[i][1] = load<V>(sums[i] + d + W);
     });
-    for (int s = 0; s < slots; ++s) {
-      const V a = load<V>(values + s * v_stride + d), b = load<V>(values + s * v_stride + d + W);
-      unroll<N>([&](auto i) KVCACHE_INLINE {
-        const float weight = weights[i * MAX_TILE + s];
-        sum[i][0] = a * weight + sum[i][0];
-        sum[i][1] = b * weight + sum[i][1];
-      });
-    }
+    for (int s = 0; s < slots; ++s) add_pair<N>(sum, values + s * v_stride + d, weights + s, MAX_TILE);
     unroll<N>([&](auto i) KVCACHE_INLINE {
       store(sums[i] + d, sum[i][0]);
       store(sums[i] + d + W, sum[i][1]);
@@ -74,9 +69,9 @@ void accumulate_many(const float* weights, int slots, const float* values, int v
   }
 }
 
-constexpr void (*SCORE_MANY[ROWS])(const float*, int, int, const float*, int, float*) = {
+constexpr void (*SCORE_MANY[SCORE_ROWS])(const float*, int, int, const float*, int, float*) = {
     score_many<1>, score_many<2>, score_many<3>, score_many<4>, score_many<5>, score_many<6>};
-constexpr void (*ACCUMULATE_MANY[ROWS])(const float*, int, const float*, int, int, float* const*) = {
+constexpr void (*ACCUMULATE_MANY[SCORE_ROWS])(const float*, int, const float*, int, int, float* const*) = {
     accumulate_many<1>, accumulate_many<2>, accumulate_many<3>,
     accumulate_many<4>, accumulate_many<5>, accumulate_many<6>};
 

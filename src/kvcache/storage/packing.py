@@ -7,7 +7,7 @@ groups      (a, c) with T = 2, (b) with T = 1           attention takes each gro
 
 from array import array
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -55,18 +55,31 @@ class PackedTokens:
         self._sources: dict[str, list[TableRows]] = {}
 
     @cached_property
+    def firsts(self) -> list[int]:
+        """The place of each sequence's first token among the N, and N: B + 1 numbers."""
+        return [0, *accumulate(self.counts)]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The length of each sequence with its new tokens."""
+        return list(map(int.__add__, self.lengths, self.counts))
+
+    @cached_property
+    def plain_positions(self) -> list[int]:
+        """The position of each token in its sequence, N numbers."""
+        return list(chain.from_iterable(map(range, self.lengths, self.ends)))
+
+    @cached_property
     @torch.inference_mode(False)
     def positions(self) -> torch.Tensor:
         """The position of each token in its sequence, int64 (1, N)."""
-        counts, lengths = torch.tensor([self.counts, self.lengths], device=self.device)
-        shifts: torch.Tensor = (lengths - (self.last + 1 - counts)).repeat_interleave(counts)
-        return (shifts + torch.arange(self.num_tokens, device=self.device)).unsqueeze(0)
+        return torch.tensor([self.plain_positions], device=self.device)
 
     @cached_property
     @torch.inference_mode(False)
     def last(self) -> torch.Tensor:
         """The place of each sequence's last token among the N, int64 (B,)."""
-        return torch.tensor(list(accumulate(self.counts)), device=self.device) - 1
+        return torch.tensor(self.firsts[1:], device=self.device) - 1
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -74,15 +87,14 @@ class PackedTokens:
         members: dict[int, list[int]] = {}
         for place, count in enumerate(self.counts):
             members.setdefault(count, []).append(place)
-        firsts = [0, *accumulate(self.counts)]
-        return [Group(places, count, self._places(firsts, places, count)) for count, places in members.items()]
+        return [Group(places, count, self._places(places, count)) for count, places in members.items()]
 
     def places(self, kind: str) -> list[tuple[int, int]]:
         """Return the block and the row in it where each new token goes in the layers of one kind."""
         return [
             place
-            for table, length, count in zip(self.tables[kind], self.lengths, self.counts, strict=True)
-            for place in table.places(length, length + count)
+            for table, length, end in zip(self.tables[kind], self.lengths, self.ends, strict=True)
+            for place in table.places(length, end)
         ]
 
     def targets(self, kind: str) -> BlockRows:
@@ -137,7 +149,8 @@ class PackedTokens:
         return torch.cat([tokens[entry] for entry in places]).argsort()
 
     @torch.inference_mode(False)
-    def _places(self, firsts: list[int], members: list[int], count: int) -> slice | torch.Tensor:
+    def _places(self, members: list[int], count: int) -> slice | torch.Tensor:
+        firsts = self.firsts
         if members[-1] - members[0] == len(members) - 1:
             return slice(firsts[members[0]], firsts[members[-1] + 1])
         places = torch.tensor([firsts[member] for member in members], device=self.device)
@@ -157,8 +170,5 @@ class PackedTokens:
             entries.extend(table.blocks)
             entries.extend([-1] * (width - len(table.blocks)))
         block_table = torch.frombuffer(entries, dtype=torch.int64).view(len(tables), width)
-        ends = [
-            table.slot(self.lengths[member] + self.counts[member])
-            for member, table in zip(members, tables, strict=True)
-        ]
+        ends = [table.slot(self.ends[member]) for member, table in zip(members, tables, strict=True)]
         return TableRows(block_table.to(self.device), torch.tensor(ends, device=self.device))

@@ -6,7 +6,7 @@ they were and tables know the way back: a step that is left by an exception neve
 
 from array import array
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, overload
 
@@ -42,7 +42,7 @@ class StepRows(NamedTuple):
 
     ids: list[int]  # (N,)
     positions: list[int]  # (N,)
-    firsts: list[int]  # (B + 1,), each sequence's first token among the N, and N
+    firsts: list[int]  # as of `PackedTokens`
     kinds: dict[str, KindRows]
 
 
@@ -204,7 +204,7 @@ class Step:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, the new ones included."""
-        return max(map(int.__add__, self._packing.lengths, self.num_tokens))
+        return max(self._packing.ends)
 
     def take_over(self) -> StepRows:
         """Return what a kernel for all layers needs; all layers count as appended from now on.
@@ -218,15 +218,13 @@ class Step:
         if self._appended:
             raise InvalidValueError(f"layers {sorted(self._appended)} are appended already; expected none")
         packing, spec = self._packing, self.pool.spec
-        ends = list(map(int.__add__, packing.lengths, packing.counts))
         kinds = {}
         for kind, tables in packing.tables.items():
             blocks, rows = zip(*packing.places(kind), strict=True)
-            slots = [table.slot(end) for table, end in zip(tables, ends, strict=True)]
+            slots = [table.slot(end) for table, end in zip(tables, packing.ends, strict=True)]
             kinds[kind] = KindRows(blocks, rows, [table.blocks for table in tables], slots, *spec.rule(kind))
         self._appended.update(range(len(self.pool.stores)))
-        positions = list(chain.from_iterable(map(range, packing.lengths, ends)))
-        return StepRows(list(chain.from_iterable(self._ids)), positions, [0, *accumulate(packing.counts)], kinds)
+        return StepRows(list(chain.from_iterable(self._ids)), packing.plain_positions, packing.firsts, kinds)
 
     def commit(self, keep: list[int] | None = None) -> None:
         """Let the new tokens belong to their sequences; windows give back the blocks that they have left.

@@ -1,14 +1,14 @@
 """Decoders of transformers run by this package's own decode path over a pool, as `verify` asks for them."""
 
 import copy
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from kvcache.decoder import Linear
-from kvcache.decoder.weights import WeightMemory, in_int8
+from kvcache.decoder.weights import WeightMemory, Weights, in_int8
 from kvcache.errors import NotSupportedError, RollbackError
 from kvcache.hf.guard import check_decoder_only
 from kvcache.hf.native_decoder import NativeDecoder
@@ -42,7 +42,7 @@ class NativePoolDecoder(Decoder):
     module: PreTrainedModel
 
     def __init__(
-        self, model: PreTrainedModel, *, storage: StorageLike | None = None, weights: Literal["int8"] | None = None
+        self, model: PreTrainedModel, *, storage: StorageLike | None = None, weights: Weights | None = None
     ) -> None:
         self.module = check_decoder_only(model)
         self.storage = None if storage is None else check_storage("storage", storage)
